@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shared.report import Found, run, table
-from unitrain.commands.launchers import launch_command, launch_environment, local_launchers
+from unitrain.launch.local.launchers import launch_command, launch_environment, local_launchers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.report import Found, run, table
-from unitrain.commands.launchers import launch_environment
+from unitrain.launch.local.launchers import launch_environment
 
 if TYPE_CHECKING:
     from cluster import Cluster

@@ -18,8 +18,8 @@ from pathlib import Path
 from shared.processes import ALONE, GLOO, HOROVOD_GLOO, HOROVOD_MPI, World, startable, world_name
 from shared.report import Found, run, table
 from shared.rounds import compared, shown_ratio, turns
-from unitrain.commands.launchers import launch_command, launch_environment
-from unitrain.commands.toolchain import running
+from unitrain.launch.local.launchers import launch_command, launch_environment
+from unitrain.launch.local.toolchain import running
 
 HERE = Path(__file__).parent / "first_step"
 HAND, OURS = "by hand", "UniTrain"

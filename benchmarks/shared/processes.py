@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unitrain.commands.launchers import launch_command, launch_environment, local_launchers
-from unitrain.commands.toolchain import running
+from unitrain.launch.local.launchers import launch_command, launch_environment, local_launchers
+from unitrain.launch.local.toolchain import running
 
 # Launcher, and number of processes.
 World = tuple[str, int]

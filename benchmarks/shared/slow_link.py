@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unitrain.commands.launchers import launch_environment
-from unitrain.commands.toolchain import find_program
+from unitrain.launch.local.launchers import launch_environment
+from unitrain.launch.local.toolchain import find_program
 
 _ADDRESSES = ("192.0.2.1", "192.0.2.2")  # reserved for documentation, so that no host has them
 DEVICE = "wire"  # the name of the link's interface on each side

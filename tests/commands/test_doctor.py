@@ -21,8 +21,8 @@ from unitrain.checkpoint.emergency import memory_store
 from unitrain.commands.doctor import command
 from unitrain.commands.doctor.command import examine
 from unitrain.commands.doctor.probes import PROBES, Finding
-from unitrain.commands.toolchain import small_mpi_environment
 from unitrain.communication.backend import backend_names
+from unitrain.launch.local.toolchain import small_mpi_environment
 
 pytestmark = pytest.mark.xdist_group("doctor")  # most read one report
 UNITRAIN = str(Path(sysconfig.get_path("scripts"), "unitrain"))

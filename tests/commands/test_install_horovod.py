@@ -21,8 +21,8 @@ from unitrain.commands.horovod import install
 from unitrain.commands.horovod.build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
 from unitrain.commands.horovod.check import check_allreduce, find_horovod
 from unitrain.commands.horovod.install import cache_folder, install_horovod, wheel_version
-from unitrain.commands.toolchain import Mpi, find_mpi
 from unitrain.errors import BackendError
+from unitrain.launch.local.toolchain import Mpi, find_mpi
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", Path("/opt/mpi/bin/mpirun"), Path("/opt/mpi/bin/mpicxx"))
 

@@ -15,9 +15,9 @@ from places import ROOT
 
 from unitrain.commands.cli import main
 from unitrain.commands.launch import parse_hosts
-from unitrain.commands.toolchain import Mpi
 from unitrain.errors import LaunchError
 from unitrain.launch.allocation import Host
+from unitrain.launch.local.toolchain import Mpi
 
 HOSTS = ["--hosts", "node0:2,node1:3"]
 MPIRUN, RESTARTS = ["--launcher", "mpirun"], ["--max-restarts", "3"]
@@ -61,7 +61,7 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
 
 
 def test_a_launcher_that_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unitrain.commands.launchers.find_program", lambda name: None)
+    monkeypatch.setattr("unitrain.launch.local.launchers.find_program", lambda name: None)
     assert main(["launch", "--launcher", "srun", "train.py"]) == 1
     assert "srun is not installed here: it is SLURM's" in capsys.readouterr().err
 
@@ -156,7 +156,7 @@ def test_the_page_of_a_launcher_shows_what_it_prints(launcher: str, capsys: pyte
 
 def test_the_options_of_mpich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes all variables by itself, and knows neither -H nor -x."""
-    monkeypatch.setattr("unitrain.commands.launchers.find_mpi", lambda: Mpi("MPICH", "4", Path("mpirun"), None))
+    monkeypatch.setattr("unitrain.launch.local.launchers.find_mpi", lambda: Mpi("MPICH", "4", Path("mpirun"), None))
     monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
     [line] = printed(capsys, "--launcher", "mpirun", *HOSTS)
     assert line.startswith("mpirun -np 5 -hosts node0:2,node1:3 python train.py")

@@ -14,12 +14,12 @@ import torch
 from needs import GPU
 from slurm import Slurm
 
-from unitrain.commands.launchers import launch_environment
 from unitrain.commands.verify import command, worlds
-from unitrain.commands.verify.cases import CASES
 from unitrain.commands.verify.command import verify
 from unitrain.commands.verify.worlds import World, find_worlds, works
 from unitrain.communication.backend import backend_names
+from unitrain.launch.local.launchers import launch_environment
+from unitrain.testing.parity.cases import CASES
 
 BROKEN = '''
 from unitrain.communication.backend import load_backend

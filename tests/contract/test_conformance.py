@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import SGD
 
 import unitrain
-from unitrain.commands.verify.cases import Trace
 from unitrain.communication.backend import backend_names
 from unitrain.testing.contract import check, parameters
 from unitrain.testing.duties import DUTIES, gradients, parity
 from unitrain.testing.duty import Duty
+from unitrain.testing.parity.cases import Trace
 from unitrain.testing.worlds import World
 
 PLUGIN = str(TESTS / "plugin")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -31,18 +32,8 @@ def test_no_folder_has_more_pages_than_one_can_survey() -> None:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the modules and names that a file imports when it runs: at its top or in a function, not for types only."""
-    tree = ast.parse(path.read_text())
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
+    """Yield the modules and names that a file imports: at its top, in a function, or for types."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -58,18 +49,33 @@ def entry(package: str, module: str) -> str | None:
     return name if place.is_dir() or place.with_suffix(".py").is_file() else None
 
 
+def uses(folder: Path) -> dict[str, set[str]]:
+    """Return the files and folders of a package, each with those that it imports."""
+    package = str(folder).replace("/", ".")
+    graph: dict[str, set[str]] = {}
+    for path in (ROOT / folder).rglob("*.py"):
+        parts = path.relative_to(ROOT / folder).parts
+        if parts == ("__init__.py",):
+            continue  # it may name anything of the package
+        name = parts[0].removesuffix(".py")
+        entries = {entry(package, module) for module in imported(path)}
+        graph.setdefault(name, set()).update(used for used in entries if used not in (None, name))
+    return graph
+
+
 @pytest.mark.parametrize("folder", PACKAGES, ids=str)
 def test_the_files_and_folders_of_a_package_import_each_other_in_one_direction(folder: Path) -> None:
-    package = str(folder).replace("/", ".")
-    uses: dict[str, set[str]] = {}
-    for path in (ROOT / folder).rglob("*.py"):
-        inner = path.relative_to(ROOT / folder)
-        if inner.name == "__init__.py" and len(inner.parts) == 1:
-            continue  # it may name anything of the package
-        name = inner.parts[0].removesuffix(".py")
-        found = {one for module in imported(path) if (one := entry(package, module)) is not None}
-        uses.setdefault(name, set()).update(found - {name})
     try:
-        TopologicalSorter(uses).prepare()
+        TopologicalSorter(uses(folder)).prepare()
     except CycleError as error:
-        pytest.fail(f"{package}: {' <- '.join(error.args[1])} is a circle")
+        pytest.fail(f"{folder}: {' <- '.join(error.args[1])} is a circle")
+
+
+def test_folders_import_in_the_declared_order() -> None:
+    page = (ROOT / "docs" / "about" / "architecture.md").read_text()
+    [declared] = re.findall(r"^Each line imports only .+?^```text\n(.+?)^```", page, re.MULTILINE | re.DOTALL)
+    lines = {name: number for number, line in enumerate(declared.splitlines()) for name in line.split()}
+    graph = uses(Path("unitrain"))
+    assert set(lines) == set(graph)
+    upward = [f"{user} -> {used}" for user, all_used in graph.items() for used in all_used if lines[used] > lines[user]]
+    assert upward == []

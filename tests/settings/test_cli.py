@@ -14,8 +14,8 @@ import psutil
 import pytest
 from bare_environment import BareEnvironment
 
-from unitrain.commands import toolchain
 from unitrain.commands.cli import main
+from unitrain.launch.local import toolchain
 
 
 def test_the_installed_command_knows_its_version() -> None:

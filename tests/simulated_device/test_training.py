@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.commands.verify import cases, trial
-from unitrain.commands.verify.cases import CASES, Case
+from unitrain.testing.parity import cases, trial
+from unitrain.testing.parity.cases import CASES, Case
 
 pytestmark = NEEDS_COMPILER
 BY_NAME = {case.name: case for case in CASES}

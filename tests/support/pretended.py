@@ -15,7 +15,8 @@ from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.order.shares import reduced
-from unitrain.job.watch.stopping import Boundaries, Stopping
+from unitrain.job.watch.boundaries import Boundaries
+from unitrain.job.watch.stopping import Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
 from unitrain.training.loop.loop import TrainingLoop
@@ -84,7 +85,9 @@ def in_training(loader: Loader) -> MicroBatch:
 
 
 def _step_of(loader: Loader) -> TrainingStep:
-    return loader._loop._step
+    loop = loader._loop
+    assert isinstance(loop, TrainingLoop)
+    return loop._step
 
 
 def trained(loader: Loader, count: int | None = None) -> Iterator[Any]:

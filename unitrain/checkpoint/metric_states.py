@@ -35,13 +35,14 @@ def metrics_in(objects: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for inner in module.modules():
-        if callable(getattr(inner, "_compute_groups_create_state_ref", None)):  # a MetricCollection
+    collection: Any
+    for collection in module.modules():
+        if isinstance(collection, nn.ModuleDict) and hasattr(collection, "compute_groups"):  # a MetricCollection
             # Some of its metrics share a state, which this brings up to date in all of them.
-            inner.items(keep_base=True, copy_state=False)  # type: ignore[operator]
+            collection.items(keep_base=True, copy_state=False)  # type: ignore[call-arg]
     for path, inner in module.named_modules():
         # torchmetrics is not a dependency: metrics are recognised by their attributes.
-        if all(hasattr(inner, name) for name in ("_reductions", "_defaults", "_update_count")):
+        if all(hasattr(inner, name) for name in ("_reductions", "_defaults", "update_count")):
             yield path, inner
 
 
@@ -49,7 +50,7 @@ def gather(communicator: Communicator, metrics: Mapping[str, Any]) -> list[dict[
     """Return the states of each rank's metrics; only rank 0's result can be used. Collective."""
     own = {
         name: {
-            "updates": metric._update_count,
+            "updates": metric.update_count,
             "states": {state: getattr(metric, state) for state in metric._reductions},
         }
         for name, metric in metrics.items()

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unitrain.commands.arguments import AfterDashes, path
-from unitrain.commands.launchers import launcher_options
 from unitrain.commands.spare import run_with_spare
-from unitrain.commands.toolchain import search_path
 from unitrain.errors import UsageError
 from unitrain.launch.allocation import Host, allocated_hosts
+from unitrain.launch.local.launchers import launcher_options
+from unitrain.launch.local.toolchain import search_path
 
 _PROCESSES = 2
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from unitrain.commands.launchers import launcher_options
-from unitrain.commands.toolchain import run_to_end
 from unitrain.errors import LaunchError
 from unitrain.job.starting import supervisor
 from unitrain.launch.allocation import Host
+from unitrain.launch.local.launchers import launcher_options
+from unitrain.launch.local.toolchain import run_to_end
 from unitrain.launch.network.addresses import is_here
 from unitrain.process import print_stderr
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hmac
 import io
 import pickle
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,12 +19,34 @@ from torch import Tensor
 from unitrain.communication import plain_data
 from unitrain.errors import CommunicationError, UsageError
 
-if TYPE_CHECKING:
-    from unitrain.communication.communicator import Communicator
-
 T = TypeVar("T")
 _MOST_BYTES = 2**40  # of an object
 _CHUNK_BYTES = 2**26  # of one transfer
+
+
+class TensorTransport(Protocol):
+    """Sends tensors. The communicator implements it."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors that are gathered."""
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Return rank ``src``'s tensor, on the device of ``tensor``. Collective."""
+
+    def all_gather_alike(self, work: Tensor) -> Tensor:
+        """Gather tensors on ``device`` that have the same shapes and dtypes on all ranks. Collective."""
+
+    def all_gather_padded(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the flat tensors of all ranks, which have these sizes. Collective."""
 
 
 class _Pickled(NamedTuple):
@@ -39,14 +62,14 @@ plain_data.register(_Pickled, tuple, lambda fields: _Pickled(*fields))
 class ObjectTransport:
     """Sends objects. The key, which signs pickles, is None if the ranks share no secret, or have not proved it yet."""
 
-    def __init__(self, communicator: Communicator, key: bytes | None) -> None:
-        self._communicator = communicator
+    def __init__(self, tensors: TensorTransport, key: bytes | None) -> None:
+        self._tensors = tensors
         self._key = key
         self._exchanges = 0  # a signature is valid for one of them
 
     def broadcast(self, value: T, src: int, *, pickles: bool) -> T:
         """Return rank ``src``'s object. Collective. With ``pickles``, what is not plain data is pickled."""
-        ranks = self._communicator
+        ranks = self._tensors
         if ranks.world_size == 1:
             return value
         self._exchanges += 1
@@ -64,7 +87,7 @@ class ObjectTransport:
 
     def all_gather(self, value: T, *, pickles: bool) -> list[T]:
         """Return the objects of all ranks, in rank order. Collective. ``pickles`` is as in ``broadcast``."""
-        ranks = self._communicator
+        ranks = self._tensors
         if ranks.world_size == 1:
             return [value]
         self._exchanges += 1
@@ -95,7 +118,7 @@ class ObjectTransport:
         buffer = io.BytesIO()
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         pickled = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        return plain_data.encode(_Pickled(self._signature(self._key, self._communicator.rank, pickled), pickled))
+        return plain_data.encode(_Pickled(self._signature(self._key, self._tensors.rank, pickled), pickled))
 
     def decode(self, data: Tensor, sender: int) -> Any:
         """Return the object that a rank has sent as ``data``.
@@ -114,7 +137,7 @@ class ObjectTransport:
                 if hmac.compare_digest(signature, self._signature(self._key, sender, data)):
                     return pickle.loads(data.numpy().data)
         raise CommunicationError(
-            f"rank {sender} sent a pickled object to rank {self._communicator.rank} without the signature of this job: "
+            f"rank {sender} sent a pickled object to rank {self._tensors.rank} without the signature of this job: "
             "it was not opened. Another program may have taken that rank's place (SECURITY.md)."
         )
 
@@ -126,7 +149,7 @@ class ObjectTransport:
     def _unreadable(self, sender: int, why: str) -> CommunicationError:
         """Return the error of a rank that has received what no rank of the job sends."""
         return CommunicationError(
-            f"rank {self._communicator.rank} could not read what rank {sender} sent ({why}). Check that all ranks run "
+            f"rank {self._tensors.rank} could not read what rank {sender} sent ({why}). Check that all ranks run "
             "the same script and UniTrain, and that no other program reaches the ports of the job (SECURITY.md)."
         )
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from typing_extensions import Unpack
 
 from unitrain import call_site
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.comparison import are_identical, difference_between_ranks
 from unitrain.config import StrategyConfig
-from unitrain.data.loop import Iteration
+from unitrain.data.loop import Iteration, LoopListener
 from unitrain.data.options import LoaderOptions
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.reading.feeding import feed, to_device
@@ -22,11 +23,7 @@ from unitrain.data.reading.map_style import MapStyle
 from unitrain.data.reading.sources import make_source
 from unitrain.data.settings import LoaderSettings
 from unitrain.errors import CheckpointError, DataError, UsageError
-from unitrain.job.joining.handshake import are_identical, difference_between_ranks
 from unitrain.process import print_stderr
-
-if TYPE_CHECKING:
-    from unitrain.training.loop.loop import TrainingLoop
 
 
 class Loader:
@@ -57,7 +54,7 @@ class Loader:
     def __init__(
         self,
         communicator: Communicator,
-        loop: TrainingLoop,
+        loop: LoopListener,
         config: StrategyConfig,
         local_world_size: int,
         dataset: Any,

@@ -1,11 +1,11 @@
-"""What a loader and the training loop tell each other about an iteration."""
+"""``LoopListener``: the interface by which loaders notify the training loop, and the iterations that they share."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import optimizer as torch_optimizer
 
@@ -70,6 +70,36 @@ class Iteration:
         if not self.trained and self.micro_batch is not None and self.began_at is not None:
             self.trained = optimizer_steps > self.began_at
             self.trained_to = self.yielded_to if self.trained else None
+
+
+class LoopListener(Protocol):
+    """Receives the notifications of loaders. The training loop implements it."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Each rank's share of a micro-batch, in lowest terms."""
+
+    def is_training(self) -> bool:
+        """Return whether batches are used for training, and not for an evaluation."""
+
+    def begin(self, iteration: Iteration, batches: Batches) -> Batches:
+        """Record that an iteration begins, and return its batches, perhaps wrapped by hooks."""
+
+    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
+        """Record the next batch of an iteration, and return whether to yield it on this rank.
+
+        Raises:
+            Stopped: the run is stopped at this boundary.
+        """
+
+    def leave(self, iteration: Iteration) -> bool:
+        """Record that an iteration is left before its end, and return whether it counts as an epoch."""
+
+    def end(self, iteration: Iteration, *, complete: bool) -> None:
+        """Record the end of an iteration. If it is not complete, its batches do not count."""
+
+    def follows(self) -> None:
+        """Record that the script continues after the previous training iteration."""
 
 
 class CurrentBatch:

@@ -15,10 +15,11 @@ from unitrain.job.joining.authentication import authenticate
 from unitrain.job.joining.handshake import handshake
 from unitrain.job.joining.self_test import check_collectives
 from unitrain.job.joining.start_watch import watched_start
+from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.exit_watch import watch_exit
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.messages import StopReason
-from unitrain.job.watch.stopping import Boundaries, Stopping
+from unitrain.job.watch.stopping import Stopping
 from unitrain.job.watch.watch import Watch
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
@@ -106,7 +107,8 @@ class Job:
                 str(self.watch), self.pulse,
                 warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,
             )  # fmt: skip
-        self.stopping: Stopping = Stopping(boundaries, self.pulse, self.watch, is_main=communicator.is_main)
+        send = None if self.watch is None else self.watch.send
+        self.stopping: Stopping = Stopping(boundaries, self.pulse, send, is_main=communicator.is_main)
         if launch.elastic:
             backend.watch_hosts(lambda: self.stopping.request(StopReason(hosts_changed=True)))
 

@@ -43,8 +43,9 @@ def synchronise(metric: M, communicator: Communicator, current_batch: CurrentBat
         one._sync_dist = MethodType(synchronise_states, one)
         _leave_stand_ins_out(one, current_batch)
     for one in modules:
-        if hasattr(one, "_groups_checked"):  # a collection, which groups metrics that its first update made equal
-            one.update = _unless_stand_in(one.update, current_batch)
+        if isinstance(one, nn.ModuleDict) and hasattr(one, "compute_groups"):
+            # A MetricCollection, which groups metrics that its first update made equal.
+            one.update = _unless_stand_in(one.update, current_batch)  # type: ignore[method-assign]
     modules[0].to(communicator.device)
     return metric
 
@@ -104,7 +105,7 @@ def _leave_stand_ins_out(metric: Any, current_batch: CurrentBatch) -> None:
         if not current_batch.is_stand_in:
             return of_batch(self, *args, **kwargs)
         inner = [one for one in self.modules() if _is_metric(one)]
-        before = copy.deepcopy([(one.metric_state, one._update_count) for one in inner])
+        before = copy.deepcopy([(one.metric_state, one.update_count) for one in inner])
         # If only this rank computes, it has nothing else to compute from.
         current_batch.is_stand_in = self.dist_sync_on_step
         try:
@@ -170,7 +171,7 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
 
 def _is_used(metric: Any, states: dict[str, Any]) -> bool:
     """Return whether a metric has seen a sample on this rank: its states are not what they are after a reset."""
-    if metric._update_count:
+    if metric.update_count:
         return True
     return not all(
         torch.equal(state, metric._defaults[name].to(state)) if isinstance(state, Tensor) else not state

@@ -19,10 +19,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from unitrain.commands.launchers import launch_command
-from unitrain.commands.toolchain import running, small_mpi_environment
 from unitrain.job.starting.spawn import run_processes, spawn_environments
 from unitrain.launch.detect import detect
+from unitrain.launch.local.launchers import launch_command
+from unitrain.launch.local.toolchain import running, small_mpi_environment
 
 Environments: TypeAlias = Callable[[int], AbstractContextManager[list[dict[str, str]]]]
 """Takes a number of ranks, and returns a context manager that gives the complete environment of each."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import unitrain
 from unitrain import Backend, BackendError, ConfigError, LaunchError, Strategy
-from unitrain.commands.launchers import local_launchers
 from unitrain.communication.backend import load_backend
 from unitrain.config import StrategyConfig
 from unitrain.launch.detect import Launch
+from unitrain.launch.local.launchers import local_launchers
 from unitrain.testing.ranks import Launcher, run_ranks
 
 

@@ -15,7 +15,7 @@ from elastic import Elastic
 from harness import train_alone
 from host_commands import AS_ROOT, blocks_for, host_commands
 
-from unitrain.commands.toolchain import find_mpi, find_program
+from unitrain.launch.local.toolchain import find_mpi, find_program
 
 pytestmark = [
     pytest.mark.launcher,

@@ -28,7 +28,7 @@ from slurm import slurm_missing
 
 from unitrain.checkpoint.sharded.opening import opened
 from unitrain.checkpoint.store.located import checkpoint_at
-from unitrain.commands.toolchain import find_program
+from unitrain.launch.local.toolchain import find_program
 
 PROGRAM = TESTS / "faults" / "programs" / "program.py"
 BY_HAND = TESTS / "faults" / "programs" / "by_hand.py"

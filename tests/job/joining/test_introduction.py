@@ -49,6 +49,21 @@ def test_another_script(tmp_path: Path) -> None:
         run_ranks(begin, [{}, {}], str(tmp_path))
 
 
+def begin_with_other_code(folder: str) -> None:
+    rank = int(os.environ["RANK"])
+    changed = Path(folder, f"unitrain{rank}", "training", "loop", "step.py")
+    changed.parent.mkdir(parents=True)
+    changed.write_text(f"LOSS_SCALE = {rank}")
+    unitrain.__file__ = str(changed.parents[2] / "__init__.py")
+    unitrain.init(timeout_s=60).close()
+
+
+def test_other_code_of_any_folder(tmp_path: Path) -> None:
+    said = r"the code of UniTrain is \w{12} on rank 0; \w{12} on rank 1. Install and start"
+    with pytest.raises(ConfigError, match=said):
+        run_ranks(begin_with_other_code, str(tmp_path))
+
+
 def share_out(lengths: list[int], shift: int) -> list[int]:
     with unitrain.init(timeout_s=60) as strategy:
         data = TensorDataset(torch.arange(lengths[strategy.rank]) + shift * strategy.rank)

@@ -17,7 +17,7 @@ import pytest
 from jobs import Job, run_job
 from needs import HOROVOD
 
-from unitrain.commands.toolchain import find_mpi
+from unitrain.launch.local.toolchain import find_mpi
 
 RUN = [sys.executable, "-m", "unitrain.commands.cli", "run"]
 MPIRUN = pytest.mark.skipif(find_mpi() is None, reason="there is no mpirun")

@@ -8,9 +8,10 @@ import pytest
 
 import unitrain
 from unitrain.job.watch import messages
+from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.hub import Hub, Member
 from unitrain.job.watch.messages import Message, StopReason
-from unitrain.job.watch.stopping import Boundaries, Stopping
+from unitrain.job.watch.stopping import Stopping
 from unitrain.pulse import CLOSING, ITERATION, USER_CODE, Pulse
 
 TIMEOUT_S, HEARTBEAT_S = 60.0, 10.0

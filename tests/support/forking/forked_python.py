@@ -20,7 +20,7 @@ import pytest
 from jobs import LEAVE_S, end_marked
 from places import TESTS
 
-from unitrain.commands import toolchain
+from unitrain.launch.local import toolchain
 
 _SCRIPTS = ("torchrun", "horovodrun", "unitrain")
 _HERE = TESTS / "support" / "forking"

@@ -60,7 +60,7 @@ class EmergencyCheckpoint:
             return None, f"{self._root} has one of step {newest}" if newest > found.step else ""
         if self._state.prepared.swapped_modules:
             return None, f"rank {self._rank}: the model had the weights of its average, after step {found.step}"
-        if any(metric._update_count for metric in metric_states.metrics_in(self._state.modules).values()):
+        if any(metric.update_count for metric in metric_states.metrics_in(self._state.modules).values()):
             return None, "the states of metrics would be those of one rank only"
         self._recorded = found
         return found.step, ""

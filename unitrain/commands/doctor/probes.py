@@ -15,9 +15,9 @@ from typing import Literal
 import psutil
 
 from unitrain.commands.horovod.check import find_horovod
-from unitrain.commands.toolchain import find_mpi, find_program, installed_version, run_one
 from unitrain.communication.backend import backend_names
 from unitrain.launch.detect import detect
+from unitrain.launch.local.toolchain import find_mpi, find_program, installed_version, run_one
 from unitrain.launch.network.addresses import addresses_of, own_addresses
 from unitrain.process import usable_cores
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from unitrain.commands.toolchain import Mpi, find_cuda, find_program, run_one, running, search_path
 from unitrain.errors import BackendError
+from unitrain.launch.local.toolchain import Mpi, find_cuda, find_program, run_one, running, search_path
 from unitrain.process import usable_cores
 
 KNOWN_SDISTS = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}

@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from unitrain.commands.toolchain import PROBE_S, find_program, run_to_end, small_mpi_environment
 from unitrain.errors import BackendError
+from unitrain.launch.local.toolchain import PROBE_S, find_program, run_to_end, small_mpi_environment
 
 _TEST_SECONDS = 180.0
 

@@ -34,8 +34,8 @@ from unitrain.commands.horovod.build import (
     run_logged,
 )
 from unitrain.commands.horovod.check import HorovodBuild, check_allreduce, find_horovod
-from unitrain.commands.toolchain import Mpi, find_cuda, find_mpi, installed_version
 from unitrain.errors import BackendError
+from unitrain.launch.local.toolchain import Mpi, find_cuda, find_mpi, installed_version
 
 # UniTrain itself requires what else Horovod does: cloudpickle, packaging, psutil and pyyaml.
 _REQUIREMENTS = ("cffi", "setuptools", "wheel")

@@ -17,16 +17,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from unitrain.commands.arguments import path
-from unitrain.commands.launchers import launch_command, launch_environment
-from unitrain.commands.toolchain import run_to_end
-from unitrain.commands.verify import plain
-from unitrain.commands.verify.cases import CASES, EXACT, STEPS, Trace
-from unitrain.commands.verify.comparison import Verdict, cause, compare
 from unitrain.commands.verify.worlds import World, find_worlds, works
 from unitrain.communication.backend import backend_names, load_backend
 from unitrain.device import pick_device
 from unitrain.errors import UsageError
 from unitrain.launch.detect import Launch, detect
+from unitrain.launch.local.launchers import launch_command, launch_environment
+from unitrain.launch.local.toolchain import run_to_end
+from unitrain.testing.parity import plain
+from unitrain.testing.parity.cases import CASES, EXACT, STEPS, Trace
+from unitrain.testing.parity.comparison import Verdict, cause, compare
 
 _COMPARED = ("train_loss", "val_loss", "val_accuracy", "val_count")
 _EXACT_FLAGS = ("--strategy.precision", "fp64", "--strategy.sync-batchnorm", "true")
@@ -131,7 +131,7 @@ def _trials(worlds: Sequence[World], device: str, folders: Path, progress: Progr
         folder.mkdir()
         # DataParallel on several GPUs has no synchronised BatchNorm.
         cases = [case for case in CASES if works(world, device, case.settings)]
-        program = ["-m", "unitrain.commands.verify.trial", str(folder), world.backend, device]
+        program = ["-m", "unitrain.testing.parity.trial", str(folder), world.backend, device]
         command = launch_command(world.launcher, world.size, [*program, *(case.name for case in cases)])
         code, output = run_to_end(*command, environment=launch_environment())
         for case in cases:

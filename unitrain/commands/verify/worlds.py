@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unitrain.commands.launchers import local_launchers
 from unitrain.communication.backend import load_backend
 from unitrain.errors import UnitrainError
 from unitrain.launch.detect import Launch
+from unitrain.launch.local.launchers import local_launchers
 from unitrain.settings.strategy_config import StrategyConfig
 
 _SIZES = {"python": (1,), "torchrun": (2, 3), "mpirun": (2, 3), "horovodrun": (2,), "srun": (2,)}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,9 @@ import torch
 
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.comparison import difference_between_ranks
 from unitrain.config import Section, StrategyConfig, flattened
-from unitrain.errors import ConfigError, by_rank
+from unitrain.errors import ConfigError
 from unitrain.job.watch.hub import Member
 from unitrain.process import start_time
 
@@ -45,13 +44,13 @@ def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
     others = {name for name, value in config if isinstance(value, Section) and name != backend.name}
     settings = config.model_dump(mode="json", exclude={*_OWN_SETTINGS, *others})
     script = Path(sys.argv[0]) if sys.argv else Path()
-    backend_file = Path(str(sys.modules[backend.__module__].__file__))
+    package, backend_file = (Path(str(sys.modules[name].__file__)) for name in ("unitrain", backend.__module__))
     return {
         **flattened(settings),
         "UniTrain": version("unitrain"),
         "torch": str(torch.__version__),
         **backend.versions(),
-        "the code of UniTrain": _digest(*sorted(Path(__file__).parents[1].rglob("*.py")), backend_file),
+        "the code of UniTrain": _digest(*sorted(package.parent.rglob("*.py")), backend_file),
         f"the script {script.name}": _digest(script) if script.is_file() else None,
     }
 
@@ -61,24 +60,3 @@ def _digest(*files: Path) -> str:
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def are_identical(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
-    """Return whether all ranks have the same facts, by their digests. Collective."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
-    digests = communicator.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-    return bool((digests == digests[0]).all())
-
-
-def difference_between_ranks(communicator: Communicator, facts: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return a name whose values differ between ranks, and the values with their ranks; None if all agree. Collective.
-
-    Digests are compared first. The name is the first in which the first rank that has others differs from rank 0.
-    """
-    if are_identical(communicator, facts):
-        return None
-    exact = {name: repr(value) for name, value in facts.items()}
-    expected = communicator.broadcast_data(exact)
-    own = next((name for name in {**expected, **exact} if expected.get(name) != exact.get(name)), None)
-    name = next(name for name in communicator.all_gather_data(own) if name is not None)
-    return name, by_rank(enumerate(communicator.all_gather_data(str(facts.get(name, "missing")))))

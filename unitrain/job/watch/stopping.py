@@ -17,14 +17,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
-from unitrain.job.watch.messages import RequestStop, Settled, StopReason
+from unitrain.job.watch.boundaries import Boundaries
+from unitrain.job.watch.messages import Message, RequestStop, Settled, StopReason
 from unitrain.process import exit_now, print_stdout
 from unitrain.pulse import Pulse
-
-if TYPE_CHECKING:
-    from unitrain.job.watch.watch import Watch
 
 Handler = Callable[[int, Any], object]
 """A handler of a signal."""
@@ -52,49 +50,26 @@ class Saves(Protocol):
         """Save a checkpoint, wait for it, and return where it is. Collective."""
 
 
-class Boundaries:
-    """The boundaries of this process, which its pulse counts, and the one to stop at."""
-
-    def __init__(self, pulse: Pulse) -> None:
-        self._pulse = pulse
-        self._agreed = threading.Event()
-        self._stop_at = 0
-        self._reason = StopReason()
-        self.held: bool = False
-        """Whether ``due`` must be called before a boundary is passed."""
-
-    def hold(self) -> int:
-        """Hold this process at its next boundary until the ranks have agreed, and return it. From any thread."""
-        self.held = True  # set first: a boundary reached in between waits, and is at most the one returned
-        return self._pulse.boundary + 1
-
-    def agree(self, boundary: int, reason: StopReason) -> None:
-        """Set where to stop, and why. From any thread."""
-        self._stop_at, self._reason = boundary, reason
-        self._agreed.set()
-
-    def due(self) -> StopReason | None:
-        """Return the reason to stop at the boundary being passed, or None if it is not the one to stop at."""
-        self._agreed.wait()  # rank 0 answers at once, or the watch ends the process
-        if self._pulse.boundary < self._stop_at:
-            return None
-        self.held = False
-        self._agreed.clear()
-        return self._reason
-
-
 class Stopping:
-    """Stops this process at the boundary that all ranks have agreed on. A world of one has no watch.
+    """Stops this process at the boundary that all ranks have agreed on.
+
+    Args:
+        boundaries: where this process can stop.
+        pulse: counts them.
+        send: sends a message to the hub; None in a world of one, which has no hub.
+        is_main: whether this is rank 0, which prints.
 
     Attributes:
         starts_again: whether this process has stopped to go on with other hosts.
         begin_profile: called at the boundary that the ranks have agreed on for it.
     """
 
-    def __init__(self, boundaries: Boundaries, pulse: Pulse, watch: Watch | None, *, is_main: bool) -> None:
+    def __init__(
+        self, boundaries: Boundaries, pulse: Pulse, send: Callable[[Message], None] | None, *, is_main: bool
+    ) -> None:
         self._boundaries = boundaries
         self._pulse = pulse
-        self._watch = watch
+        self._send = send
         self._is_main = is_main
         self._checkpoint: Saves | None = None
         self._signals: StopSignals | None = None
@@ -119,8 +94,8 @@ class Stopping:
 
     def request(self, reason: StopReason) -> None:
         """Ask all ranks to stop at their next common boundary. Not collective; from any thread."""
-        if self._watch is not None:
-            self._watch.send(RequestStop(reason))
+        if self._send is not None:
+            self._send(RequestStop(reason))
             return
         with self._lock:
             if not (reason.profile and self._boundaries.held):  # a stop comes first
@@ -139,8 +114,8 @@ class Stopping:
         try:
             self._act_on(reason)
         finally:
-            if self._watch is not None:
-                self._watch.send(Settled())
+            if self._send is not None:
+                self._send(Settled())
 
     def _act_on(self, reason: StopReason) -> None:
         """Act on the reason of a stop. Collective."""

@@ -19,12 +19,12 @@ from unitrain.errors import CommunicationError, ConfigError
 from unitrain.job.elastic import end_for_others
 from unitrain.job.watch import messages
 from unitrain.job.watch.admission import introduce
+from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.emergency import Emergency, Saver, election_s, grace_s
 from unitrain.job.watch.hub import SILENT_END, Member, heartbeat_interval_s
 from unitrain.job.watch.hub_server import HubServer, Observe
 from unitrain.job.watch.link import Link
 from unitrain.job.watch.messages import Message, Verdict
-from unitrain.job.watch.stopping import Boundaries
 from unitrain.launch.detect import Launch
 from unitrain.launch.network.addresses import own_addresses
 from unitrain.process import exit_now, is_busy, kill_stalled, print_stacks, print_stderr, resident_memory

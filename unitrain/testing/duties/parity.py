@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from unitrain.commands.verify import cases, comparison, plain, trial
-from unitrain.commands.verify.cases import Case, Trace
 from unitrain.testing.duty import duty
+from unitrain.testing.parity import cases, comparison, plain, trial
+from unitrain.testing.parity.cases import Case, Trace
 from unitrain.testing.ranks import run_ranks
 from unitrain.testing.worlds import World
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.comparison import difference_between_ranks
 from unitrain.errors import CommunicationError
-from unitrain.job.joining.handshake import difference_between_ranks
 from unitrain.training.models.prepared import PreparedModules
 
 _SAME = (

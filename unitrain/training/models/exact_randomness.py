@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unitrain.communication.communicator import Communicator
+from unitrain.data.loop import Iteration
+from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.order.shares import part_of
 from unitrain.device import precise
 from unitrain.errors import ConfigError, UsageError
@@ -29,17 +31,26 @@ from unitrain.rng import Draw, derived_seed, mixed, seed_torch
 from unitrain.training.hooks import StepHook
 from unitrain.training.models.precision import hook_handles
 
-if TYPE_CHECKING:
-    from unitrain.training.loop.batches import OpenBatches
-
 _SEEDS = 2**62
 _aten = torch.ops.aten
+
+
+class Batches(Protocol):
+    """The batches that a script trains on, as ``OpenBatches`` knows them."""
+
+    @property
+    def current(self) -> tuple[MicroBatch, Iteration] | None:
+        """The micro-batch that a forward is of, and its iteration over a loader; None without a loader."""
+
+    @property
+    def in_trial(self) -> bool:
+        """Whether steps are made on other batches, as a trial, and undone."""
 
 
 class ExactRandomness(StepHook):
     """Enters and leaves the mode in which random numbers belong to samples: in forwards, and in their backward."""
 
-    def __init__(self, batches: OpenBatches, communicator: Communicator, shares: tuple[int, ...]) -> None:
+    def __init__(self, batches: Batches, communicator: Communicator, shares: tuple[int, ...]) -> None:
         if precise(communicator.device) != communicator.device:
             raise ConfigError(
                 f"exact_randomness draws numbers in float64, which device {communicator.device} lacks: set it to cpu."

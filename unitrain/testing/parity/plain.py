@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from unitrain.commands.verify.cases import Case, Digits, Trace, build, mean_loss, overflow
 from unitrain.device import HALF_DTYPES
 from unitrain.module_copy import move_foreign
+from unitrain.testing.parity.cases import Case, Digits, Trace, build, mean_loss, overflow
 
 _CPU = torch.device("cpu")
 

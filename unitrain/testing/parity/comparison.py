@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unitrain.commands.verify.cases import Case, Trace
+from unitrain.testing.parity.cases import Case, Trace
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The loop to verify: every rank of a world trains cases with one backend.
 
-``python -m unitrain.commands.verify.trial FOLDER BACKEND DEVICE CASE ...``, started by any launcher.
+``python -m unitrain.testing.parity.trial FOLDER BACKEND DEVICE CASE ...``, started by any launcher.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import unitrain
-from unitrain.commands.verify.cases import CASES, Case, Digits, Trace, build, mean_loss, overflow
 from unitrain.launch.detect import detect
+from unitrain.testing.parity.cases import CASES, Case, Digits, Trace, build, mean_loss, overflow
 
 
 def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trace]:

@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from unitrain.commands.toolchain import find_mpi, find_program, small_mpi_environment
 from unitrain.errors import BackendError, UsageError
 from unitrain.launch.allocation import Host
+from unitrain.launch.local.toolchain import find_mpi, find_program, small_mpi_environment
 
 _TORCHRUN_PORT = 29400
 _NEEDED = {

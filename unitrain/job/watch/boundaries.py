@@ -1,0 +1,39 @@
+"""``Boundaries``: the points at which this process can be stopped, and the one that the ranks have agreed on."""
+
+from __future__ import annotations
+
+import threading
+
+from unitrain.job.watch.messages import StopReason
+from unitrain.pulse import Pulse
+
+
+class Boundaries:
+    """The boundaries of this process, which its pulse counts, and the one to stop at."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+        self._agreed = threading.Event()
+        self._stop_at = 0
+        self._reason = StopReason()
+        self.held: bool = False
+        """Whether ``due`` must be called before a boundary is passed."""
+
+    def hold(self) -> int:
+        """Hold this process at its next boundary until the ranks have agreed, and return it. From any thread."""
+        self.held = True  # set first: a boundary reached in between waits, and is at most the one returned
+        return self._pulse.boundary + 1
+
+    def agree(self, boundary: int, reason: StopReason) -> None:
+        """Set where to stop, and why. From any thread."""
+        self._stop_at, self._reason = boundary, reason
+        self._agreed.set()
+
+    def due(self) -> StopReason | None:
+        """Return the reason to stop at the boundary being passed, or None if it is not the one to stop at."""
+        self._agreed.wait()  # rank 0 answers at once, or the watch ends the process
+        if self._pulse.boundary < self._stop_at:
+            return None
+        self.held = False
+        self._agreed.clear()
+        return self._reason

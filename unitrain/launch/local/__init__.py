@@ -1,0 +1,1 @@
+"""The launchers and other programs of this host."""
