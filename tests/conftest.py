@@ -37,7 +37,7 @@ from unitrain import Strategy, initialize
 pytest_plugins = ["pytester", "cpu_seconds", "s3_server", "sharing", "slurm", "harness", "lives"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
-for _profile, _examples in (("unitrain", 40), ("soak", 400)):
+for _profile, _examples in (("unitrain", 25), ("soak", 400)):
     settings.register_profile(
         _profile, settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=_examples
     )
