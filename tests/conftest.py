@@ -12,6 +12,7 @@ import random
 import re
 import sys
 import threading
+import time
 from collections.abc import Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
+import descendants
 import forked_python
 import numpy as np
 import psutil
@@ -32,10 +34,10 @@ from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
 
-pytest_plugins = ["pytester", "s3_server", "sharing", "slurm", "harness", "lives"]
+pytest_plugins = ["pytester", "cpu_seconds", "s3_server", "sharing", "slurm", "harness", "lives"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
-for _profile, _examples in (("unitrain", 40), ("soak", 400)):
+for _profile, _examples in (("unitrain", 25), ("soak", 400)):
     settings.register_profile(
         _profile, settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=_examples
     )
@@ -70,22 +72,25 @@ def pytest_collection() -> Generator[None, Any, Any]:
 # ------------------------------------------------------------------------------------------------ nothing is left
 
 
-def _processes() -> set[psutil.Process]:
-    """Return the running descendants of this process, except those that tests share."""
+def _processes() -> set[tuple[int, int]]:
+    """Return the running descendants of this process, except those that tests share, by pid and start."""
     kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     kept |= warm.pids() | forked_python.pids()
     return {
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.pid not in kept and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        (process.pid, process.started)
+        for process in descendants.descendants()
+        if process.pid not in kept and process.state != "Z"
     }
 
 
-def _left_processes(new: set[psutil.Process]) -> list[str]:
-    _, left = psutil.wait_procs(new, _LEAVE_S)
+def _left_processes(new: set[tuple[int, int]]) -> list[str]:
+    deadline = time.monotonic() + _LEAVE_S
+    while (left := new & _processes()) and time.monotonic() < deadline:
+        time.sleep(0.02)
     said = []
-    for process in left:
+    for pid, _ in left:
         try:
+            process = psutil.Process(pid)
             said.append(f"process {process.pid} ({' '.join(process.cmdline())[:200]})")
             process.kill()
         except psutil.NoSuchProcess:

@@ -26,41 +26,37 @@ from unitrain.testing.parity.cases import Trace
 from unitrain.testing.worlds import World
 
 PLUGIN = str(TESTS / "plugin")
-WORLDS = [
-    World("single", 1, "python"),
-    World("data_parallel", 1, "python"),
-    World("ddp", 1, "python"),
-    World("ddp", 2),
-]
 ALL = (*DUTIES.values(), *CORE_DUTIES.values())
-# The rest of a plug-in's duties is what test_conform.py runs, as its author would.
-STEPS = ("parity", "gradients", "core_steps")
-CORE = "core_duties"  # which depend least on the backend
-# Its process groups are those of ddp, so what duties of these modules demand is tested above.
-WITH_GROUPS_OF_DDP = ("lifecycle", "verbs", "collectives", "failures")
+EVERY_MODULE = frozenset(duty.module for duty in ALL)
+SHORT = frozenset({"parity", "lifecycle"})
+# Its process groups are those of ddp, which is held to the other duties.
+OF_SHARDS = frozenset({"gradients", "parity", "preparation"})
 
 
-def in_part(world: World, modules: Collection[str], *marks: pytest.MarkDecorator) -> list[Any]:
-    """Return the duties of a world; all but those of some modules are for ``make soak``."""
+def of_world(world: World, modules: Collection[str], *marks: pytest.MarkDecorator) -> list[Any]:
+    """Return the duties of a world. ``make test`` runs those of some modules, ``make test-all`` the others."""
+    later = pytest.mark.all("ddp and horovod with 2 ranks are held to every duty in make test")
     return [
-        pytest.param(
-            *one.values, id=one.id, marks=[*one.marks, *([] if one.values[1].module in modules else [pytest.mark.soak])]
-        )
+        pytest.param(*one.values, id=one.id, marks=[*one.marks, *([] if one.values[1].module in modules else [later])])
         for one in parameters([world], *marks, duties=ALL)
     ]
 
 
 with pytest.MonkeyPatch.context() as with_plugin:
     with_plugin.syspath_prepend(PLUGIN)
-    OF_PLUGIN = in_part(World("store", 2), STEPS)
+    # The rest of a plug-in's duties is what test_conform.py runs, as its author would.
+    OF_PLUGIN = of_world(World("store", 2), SHORT)
 DUTIES_IN_WORLDS = [
     *OF_PLUGIN,
-    *parameters(WORLDS, duties=ALL),
-    *in_part(World("horovod", 2, horovodrun_environments), {duty.module for duty in ALL} - {CORE}, HOROVOD),
-    *in_part(World("ddp", 3), ()),
-    *in_part(World("horovod", 3, horovodrun_environments), (), HOROVOD),
-    *in_part(World("fsdp", 2), {duty.module for duty in ALL} - {CORE, *WITH_GROUPS_OF_DDP}),
-    *in_part(World("fsdp", 3), ()),
+    *of_world(World("single", 1, "python"), SHORT),
+    *of_world(World("data_parallel", 1, "python"), SHORT),
+    *of_world(World("ddp", 1, "python"), SHORT),
+    *of_world(World("ddp", 2), EVERY_MODULE),
+    *of_world(World("horovod", 2, horovodrun_environments), EVERY_MODULE, HOROVOD),
+    *of_world(World("fsdp", 2), OF_SHARDS),
+    *of_world(World("ddp", 3), ()),
+    *of_world(World("horovod", 3, horovodrun_environments), (), HOROVOD),
+    *of_world(World("fsdp", 3), ()),
 ]
 
 

@@ -25,7 +25,9 @@ sim: Any = _Sim()
 """``torch.sim``, for ranks: pytest's own process, which imports the tests, does not have it."""
 
 
-def run(fn: Callable[..., Any], *args: Any, nprocs: int = 1, timeout: float = 60, **device: Any) -> list[Any]:
+def run(
+    fn: Callable[..., Any], *args: Any, nprocs: int = 1, timeout: float = 60, fresh: bool = False, **device: Any
+) -> list[Any]:
     """Run ``fn(*args)`` on each of ``nprocs`` ranks, and return the results.
 
     Args:
@@ -33,11 +35,14 @@ def run(fn: Callable[..., Any], *args: Any, nprocs: int = 1, timeout: float = 60
         *args: its arguments.
         nprocs: number of ranks; one has no launcher.
         timeout: time limit in seconds.
+        fresh: whether the ranks must be new processes, because the function limits or measures the device's memory.
         **device: what ``simulated_device.load`` takes.
     """
     simulated_device.build()
-    launcher = "python" if nprocs == 1 else "spawn"
-    return run_ranks(_rank, fn, args, device, nprocs=nprocs, timeout=timeout, launcher=launcher, fresh=True)  # type: ignore[arg-type]
+    launcher: Any = "python" if nprocs == 1 else "spawn"
+    settings = " ".join(f"{name}={value}" for name, value in sorted(device.items()))
+    more: dict[str, Any] = {"fresh": fresh, "world": f"on the simulated device {settings}"}
+    return run_ranks(_rank, fn, args, device, nprocs=nprocs, timeout=timeout, launcher=launcher, **more)
 
 
 def environment(**device: Any) -> dict[str, str]:
@@ -50,5 +55,8 @@ def environment(**device: Any) -> dict[str, str]:
 
 
 def _rank(fn: Callable[..., Any], args: tuple[Any, ...], device: dict[str, Any]) -> Any:
-    simulated_device.load(**device)
-    return fn(*args)
+    if not simulated_device.is_loaded():
+        simulated_device.load(**device)
+    result = fn(*args)
+    sim.set_device(0)
+    return result

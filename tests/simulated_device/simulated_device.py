@@ -69,6 +69,11 @@ def _arguments() -> list[str]:
     ]  # fmt: skip
 
 
+def is_loaded() -> bool:
+    """Return whether this process has the device."""
+    return _NAME in sys.modules
+
+
 def load(devices: int = 2, progress: str = "late", seed: int = 0) -> None:
     """Make the device ``sim`` of this process, for the rest of its life.
 

@@ -247,7 +247,7 @@ def runs_out() -> None:
 
 
 def test_it_runs_out_of_memory_at_its_limit() -> None:
-    run(runs_out)
+    run(runs_out, fresh=True)
 
 
 def fails_later() -> None:

@@ -156,6 +156,6 @@ def found_size() -> tuple[int, int]:
 
 
 def test_the_batch_finder_runs_out_of_the_devices_memory() -> None:
-    [(size, steps)] = run(found_size)
+    [(size, steps)] = run(found_size, fresh=True)
     assert 8 <= size <= 64
     assert steps == 1

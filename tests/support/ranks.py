@@ -27,8 +27,9 @@ def run_ranks(
     *args: Any,
     nprocs: int = 2,
     timeout: float = 60,
-    launcher: Literal["spawn", "horovodrun", "mpirun"] = "spawn",
+    launcher: Literal["python", "spawn", "horovodrun", "mpirun"] = "spawn",
     fresh: bool = False,
+    world: str = "",
 ) -> list[Any]:
     """Run ``fn(*args)`` on each of ``nprocs`` ranks; see ``unitrain.testing.ranks.run_ranks``.
 
@@ -40,6 +41,7 @@ def run_ranks(
         launcher: what starts the ranks, or for "horovodrun", what sets up their environments.
         fresh: whether the ranks must be new processes, because the function measures memory, or leaves what ``warm``
             neither puts back nor sees.
+        world: what the function's processes have that others must not have, and keep for the next functions of it.
     """
     # All test modules have been collected by now.
     ranks.preload([name for name in _PRELOADED_WHERE_USED if name in sys.modules])
@@ -47,7 +49,7 @@ def run_ranks(
     if make is None or fresh:
         return ranks.run_ranks(fn, *args, nprocs=nprocs, timeout=timeout, launcher=make or launcher)
     with make(nprocs) as environments, ranks.logged(environments) as logged:
-        return warm.run(launcher, logged, fn, args, timeout)
+        return warm.run(f"{launcher} {world}", logged, fn, args, timeout)
 
 
 @contextmanager
@@ -72,4 +74,4 @@ def horovodrun_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
         thread.join()
 
 
-_FORKED = {"spawn": spawn_environments, "horovodrun": horovodrun_environments}
+_FORKED = {"python": ranks.unlaunched, "spawn": spawn_environments, "horovodrun": horovodrun_environments}

@@ -1,10 +1,11 @@
 """Warm worlds: ranks that run one function after another, for ``run_ranks``.
 
-There is one world for each launcher, with as many processes as its largest job so far. A new process takes 0.1 s of the
-processors' time, more until it has imported what its tests need, and another function in an old one 0.03 s. Each
-function is given an environment with a store that nobody has used. What it may change in its process is put back. Ranks
-that can't be put back (a thread or a process group was left, a function was replaced, torch has compiled something) end
-with the function, and so does a world that fails or hangs; the next function gets new ones.
+There is one world for each launcher, and for the simulated device under it, with as many processes as its largest job
+so far. A new process takes 0.1 s of the processors' time, more until it has imported what its tests need, and another
+function in an old one 0.03 s. Each function is given an environment with a store that nobody has used. What it may
+change in its process is put back. Ranks that can't be put back (a thread or a process group was left, a function was
+replaced, torch has compiled something) end with the function, and so does a world that fails or hangs; the next
+function gets new ones.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def run(
     """Run ``fn(*args)`` on the ranks of a warm world, started if there is none, and return the results.
 
     Args:
-        key: what is the same for all functions that may share a world: the launcher.
+        key: what is the same for all functions that may share a world: the launcher, a device.
         environments: the complete environment of each rank. RANKS_LOG is a file for its output.
         fn: a function at the top level of a module.
         args: its arguments.

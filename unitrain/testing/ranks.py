@@ -87,13 +87,13 @@ def logged(environments: Sequence[dict[str, str]]) -> Iterator[list[dict[str, st
 
 
 @contextmanager
-def _unlaunched(nprocs: int) -> Iterator[list[dict[str, str]]]:
+def unlaunched(nprocs: int) -> Iterator[list[dict[str, str]]]:
     """Yield the environment of one process without a launcher."""
     assert nprocs == 1, "without a launcher, there is one process"
     yield [dict(os.environ)]
 
 
-_FORKED: dict[str, Environments] = {"python": _unlaunched, "spawn": spawn_environments}
+_FORKED: dict[str, Environments] = {"python": unlaunched, "spawn": spawn_environments}
 
 
 def _rank(timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = [pytest.mark.check, pytest.mark.usefixtures("forked")]
 SHOWS = """
 import os, sys, __main__
 print(sys.argv, sys.path[0], os.getcwd(), os.environ["GIVEN"], sorted(os.sched_getaffinity(0)), __name__)

@@ -23,6 +23,8 @@ from unitrain.job.watch import watch
 from unitrain.launch.detect import detect
 from unitrain.launch.rendezvous import rendezvous
 
+pytestmark = pytest.mark.check
+
 SEEN: list[int] = []
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import places
 import pytest
 
+pytestmark = pytest.mark.check
+
 PLUGIN = places.TESTS / "support" / "hosts" / "sharing.py"
 TESTS = """
     import json, os, time

@@ -7,6 +7,8 @@ import os
 import pytest
 from places import TESTS
 
+pytestmark = pytest.mark.check
+
 CONFTEST = TESTS / "conftest.py"
 
 
