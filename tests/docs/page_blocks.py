@@ -27,7 +27,7 @@ from markdown_it import MarkdownIt
 from places import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COPY = re.compile(r"<!-- (file|diff|table): (.+?) -->")
+COPY = re.compile(r"<!-- (file|diff): (.+?) -->")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""Tables, scripts and differences that pages copy from other files, so that they show wherever a page is read.
+"""Scripts and differences that pages copy from other files, so that they show wherever a page is read.
 
 ``PYTHONPATH=tests/support python tests/docs/page_copies.py`` renews them. A copy stands between two comments. The first
 is one of
 
-    <!-- table: a Markdown file -->
     <!-- file: a script -->
     <!-- diff: a script, and what it becomes -->
 
@@ -28,8 +27,6 @@ def renewed(text: str) -> str:
 
 def _copy(match: re.Match[str]) -> str:
     kind, files = match[2], [(ROOT / name).read_text(encoding="utf-8") for name in match[3].split()]
-    if kind == "table":
-        return f"{match['head']}\n{files[0].strip()}\n\n"
     if kind == "file":
         return f"{match['head']}```python\n{files[0]}```\n"
     before, after = (file.splitlines() for file in files)
