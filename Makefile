@@ -3,9 +3,9 @@
 # make check   check style, types, the documentation site, Dockerfiles, and the released packages
 # make soak    run every fault under every launcher, kills at random moments, and what make test leaves out: most
 #              benchmarks' short forms, more worlds, ten times the examples of Hypothesis (about half an hour), and
-#              a hundred starts and ends under each launcher (another two hours on two cores). Write docs/about/faults.md
+#              a hundred starts and ends under each launcher (another two hours on two cores). Write tests/faults/results.md
 # make coverage  measure what make test covers, in a third more time; print the total, and the files below 90 %
-# make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/
+# make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/ and docs/figures/
 # make lint    check style and types only (.pre-commit-config.yaml has the list)
 # make hooks   have git check what is committed, too
 # make dist    build what is released of the last commit, wheel and sdist, into dist/
@@ -51,7 +51,7 @@ soak: $(VENV)/.has-test
 	@$(BIN)/unitrain install-horovod
 	rm -f ends.jsonl
 	TESTS_ENDS=$(CURDIR)/ends.jsonl $(BIN)/pytest tests/faults -m "soak or not soak" $(ARGS)
-	$(BIN)/python tests/faults/support/report.py ends.jsonl > docs/about/faults.md
+	$(BIN)/python tests/faults/support/report.py ends.jsonl > tests/faults/results.md
 	$(BIN)/pytest tests --ignore tests/faults -m soak $(ARGS)
 	$(BIN)/pytest tests -m "hypothesis and not soak" --hypothesis-profile soak $(ARGS)
 
@@ -67,8 +67,9 @@ coverage: $(VENV)/.has-test
 
 bench: $(VENV)/.has-bench
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: it will not be measured." >&2
-	@set -e; for script in benchmarks/*.py; do echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
-	PYTHONPATH=tests/support $(BIN)/python tests/docs/page_copies.py  # into the page on performance
+	@set -e; for script in $(filter-out benchmarks/figures.py,$(wildcard benchmarks/*.py)); do \
+	echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
+	$(BIN)/python benchmarks/figures.py
 
 lint: $(VENV)/.has-test
 	$(BIN)/pre-commit run --all-files $(ARGS)

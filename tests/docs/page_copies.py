@@ -1,13 +1,11 @@
-"""Tables, scripts and differences that pages copy from other files, so that they show wherever a page is read.
+"""The differences of scripts that pages show, so that they are seen wherever a page is read.
 
-``PYTHONPATH=tests/support python tests/docs/page_copies.py`` renews them. A copy stands between two comments. The first
-is one of
+``PYTHONPATH=tests/support python tests/docs/page_copies.py`` renews them. A copy stands between the comments
 
-    <!-- table: a Markdown file -->
-    <!-- file: a script -->
     <!-- diff: a script, and what it becomes -->
+    <!-- end of copy -->
 
-and the second ``<!-- end of copy -->``. Paths are relative to the top of the repository.
+Paths are relative to the top of the repository.
 """
 
 from __future__ import annotations
@@ -27,12 +25,7 @@ def renewed(text: str) -> str:
 
 
 def _copy(match: re.Match[str]) -> str:
-    kind, files = match[2], [(ROOT / name).read_text(encoding="utf-8") for name in match[3].split()]
-    if kind == "table":
-        return f"{match['head']}\n{files[0].strip()}\n\n"
-    if kind == "file":
-        return f"{match['head']}```python\n{files[0]}```\n"
-    before, after = (file.splitlines() for file in files)
+    before, after = ((ROOT / name).read_text(encoding="utf-8").splitlines() for name in match[2].split())
     # Without the lines that name the files and count.
     lines = list(difflib.unified_diff(before, after, n=len(before), lineterm=""))[3:]
     return f"{match['head']}```diff\n" + "\n".join(line.rstrip() for line in lines) + "\n```\n"

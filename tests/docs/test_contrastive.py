@@ -1,4 +1,4 @@
-"""The example of a contrastive loss in docs/guide/training.md: it trains the same model on any number of ranks."""
+"""The example of a contrastive loss in docs/training/loss.md: it trains the same model on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from places import ROOT
 from ranks import run_ranks
 from torch import Tensor
 
-PAGE = ROOT / "docs" / "guide" / "training.md"
+PAGE = ROOT / "docs" / "training" / "loss.md"
 
 
 def trained() -> list[Tensor]:

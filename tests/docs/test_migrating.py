@@ -1,9 +1,10 @@
-"""The pages on migrating: the scripts before and after train the same network, on one process and on two."""
+"""The page on migrating: the scripts before and after train the same network, on one process and on two."""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -95,7 +96,9 @@ def test_the_same_losses(script: str, nprocs: int, on_unitrain: list[list[float]
     )
 
 
-def test_every_script_is_tested() -> None:
+def test_every_script_is_tested_and_linked() -> None:
     [mark] = [mark for mark in test_the_same_losses.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
     tested = {getattr(case, "values", case)[0] for case in mark.args[1]}
     assert tested == {path.name for path in SCRIPTS.glob("*.py")} - {"digits.py"}
+    page = (SCRIPTS.parent / "moving.md").read_text(encoding="utf-8")
+    assert tested == set(re.findall(r"\(scripts/(\w+\.py)\)", page))

@@ -1,4 +1,4 @@
-"""The loop of transformers' run_clm_no_trainer.py, ported from docs/migrating/accelerate.md: the same weights."""
+"""The loop of transformers' run_clm_no_trainer.py, ported as docs/migrating/moving.md says: the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/migrating/trainer.md beside the Hugging Face Trainer: the same weights, on one process and on two."""
+"""The Trainer's section of docs/migrating/moving.md beside the Hugging Face Trainer: the same weights, on one process and on two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from places import ROOT
 from ranks import run_ranks
 
 State = dict[str, torch.Tensor]
-BLOCKS = [block.text for block in blocks(ROOT / "docs" / "migrating" / "trainer.md")]
+PAGE = blocks(ROOT / "docs" / "migrating" / "moving.md")
+[SECTION] = {block.section for block in PAGE if "transformers" in block.text}
+BLOCKS = [block.text for block in PAGE if block.section == SECTION]
 # transformers' losses are in float32.
 EXACT = 1e-7
 

@@ -1,4 +1,4 @@
-"""Print the fault tests' records as a table: the fault, the time until the job ended, and the first message.
+"""Print the fault tests' results, which docs/about/faults.md shows: the time until the job ended, and a message.
 
 TESTS_ENDS=ends.jsonl pytest tests/faults
 python tests/faults/support/report.py ends.jsonl
@@ -16,36 +16,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-HEAD = """# Faults
-
-How real jobs of two or three processes ended when the tests caused a fault in one of them. `make soak` writes this
-page; `make test` runs the quick ones. The heartbeat timeout was 3 seconds and the timeout of collectives 8; the
-defaults are 30 and 600. A fault lost at most the current step, a signal lost none, and no process was left
-over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE`, … set by hand, `forked` for such
-processes that share an import of torch.
-
-| what dies | what is lost |
-|---|---|
-| a rank, in a step or between two epochs | at most this step: another rank [saves][emergency] the one before |
-| a rank, while the others wait for it between a step and the next batch | the steps since the last checkpoint |
-| all ranks, their only host, or the one rank of a job | the steps since the last checkpoint |
-| a rank, or a host of several, with sharded state, on a GPU or at a URL | those since the last [copy][copies] |
-
-[emergency]: ../guide/reliability.md#emergency-checkpoints
-[copies]: ../guide/reliability.md#copies-in-memory
-
-| fault | what happens |
-|---|---|
-| `kill:1:7` | rank 1 gets a SIGKILL after step 7 |
-| `kill:0:init`, … | rank 0 gets a SIGKILL there (`init`, `prepare`, evaluation, `close`); the others wait for it |
-| `raise`, `segfault`, `os-exit` | the rank raises an error, crashes, or calls `os._exit` |
-| `exit` | the rank exits with status 0 while the others train |
-| `stop` | the rank gets a SIGSTOP |
-| `hold-gil` | the rank makes a call that never releases the GIL |
-| `spin` | the rank loops forever in its own code |
-| `barrier`, `save` | the rank calls a collective that the others don't |
-| `term`, `int`, `usr1` | one rank gets SIGTERM, SIGINT or SIGUSR1 |
-"""
 KILLS = (
     "Ranks were also killed at random moments during start-up, steps and saves, and the job was restarted until it was "
     "done: {}. Each sample was used once, and the losses equalled a run without faults, to 1e-9."
@@ -92,7 +62,7 @@ def table(ends: list[dict[str, Any]]) -> str:
 def main(file: Path) -> None:
     ends = [json.loads(line) for line in file.read_text().splitlines()]
     kills = [f"{end['kills']} times under {end['world']}" for end in ends if "kills" in end]
-    print(f"{HEAD}\n{fill(KILLS.format(', '.join(kills)), 120, break_on_hyphens=False)}\n")
+    print(f"{fill(KILLS.format(', '.join(kills)), 120, break_on_hyphens=False)}\n")
     print(f"{survived(ends)}\n")
     walks = {end["walk"]: end["starts"] for end in ends if "walk" in end}
     print(f"{fill(WALKS.format(sum(walks.values()), len(walks)), 120, break_on_hyphens=False)}\n")

@@ -249,7 +249,7 @@ def test_an_update_is_one_call() -> None:
 
 def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    section = (ROOT / "docs" / "guide" / "training.md").read_text().split("## Averaged weights")[1]
+    section = (ROOT / "docs" / "training" / "methods.md").read_text().split("## Averaged weights")[1]
     [example] = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
     strategy, model = strategy_of(), model_of()
     train = strategy.dataloader(data(), global_batch_size=4)
@@ -257,7 +257,7 @@ def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "strategy": strategy, "model": model, "optimizer": sgd(model), "criterion": mse_loss, "train": train,
         "val": train,
     }  # fmt: skip
-    exec(compile(example, "training.md", "exec"), names)
+    exec(compile(example, "methods.md", "exec"), names)
     average = strategy.load(tmp_path / "averaged.pt")
     assert all(map(torch.equal, names["averaged"].state_dict().values(), average.values()))
 
