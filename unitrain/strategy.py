@@ -461,7 +461,7 @@ class Strategy:
         """Start trackers on rank 0, or continue their runs. Collective; call it after ``checkpoint.resume``.
 
         Args:
-            trackers: ``tensorboard``, ``wandb``, ``mlflow``, ``trainjob``, or objects like ``tracking.Tracker``.
+            trackers: ``tensorboard``, ``wandb``, ``mlflow``, or objects like ``tracking.Tracker``.
             folder: folder of the run's results.
             name: name of the run; the folder's by default.
 
