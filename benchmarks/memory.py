@@ -8,7 +8,7 @@ built, on the rank with the most. The batch is so small that activations hardly 
 
 Weights, gradients and Adam's state are four times the weights: W. With fsdp, a step on N ranks may take 1.1 W / N and
 the largest unit; ``prepare`` a rank's share of the weights and the largest unit beyond the model that the script has
-built, of which nothing is there if it was built within ``strategy.deferred()`` (then, the largest tensor counts, too).
+built, of which nothing is there if it was built under ``torch.device("meta")`` (then, the largest tensor counts, too).
 ``resume`` may take 64 MB beyond the state that it leaves.
 """
 
@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 import unitrain
@@ -34,11 +35,11 @@ MB = 2**20
 SIZE, SHORT_SIZE, SMALL = (20, 640, 1, 16), (16, 128, 1, 4), (2, 64, 1, 8)
 RANKS, SHORT_RANKS = (2, 4), (2,)
 RESUME_MB = 64
-WHOLE, DEFERRED = "fsdp", "fsdp, deferred"
+WHOLE, ON_META = "fsdp", "fsdp, meta device"
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("torchrun", {"backend": "ddp"}),
     WHOLE: ("torchrun", {"backend": "fsdp"}),
-    DEFERRED: ("torchrun", {"backend": "fsdp"}),
+    ON_META: ("torchrun", {"backend": "fsdp"}),
     "ddp, shard_optimizer": ("torchrun", {"backend": "ddp", "shard_optimizer": True}),
     "horovod, shard_optimizer": ("mpirun", {"backend": "horovod", "shard_optimizer": True}),
 }
@@ -76,13 +77,11 @@ def most(strategy: unitrain.Strategy, found: dict[str, float]) -> dict[str, floa
     return {name: max(one[name] for one in ranks) for name in found} if strategy.is_main else None
 
 
-def train(
-    settings: dict[str, Any], size: list[int], meter: str, folder: str, deferred: bool
-) -> dict[str, float] | None:
+def train(settings: dict[str, Any], size: list[int], meter: str, folder: str, on_meta: bool) -> dict[str, float] | None:
     """Prepare a model, make two steps, save, and return the memory of each."""
     with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
-        prepare, steps = parts(strategy, size, deferred)
-        warm_up(strategy, deferred)
+        prepare, steps = parts(strategy, size, on_meta)
+        warm_up(strategy, on_meta)
         measured: Callable[[Callable[[], object]], Measured] = globals()[meter]
         peak, prepared = measured(prepare)
         step_peak, stepped = measured(steps)
@@ -92,26 +91,26 @@ def train(
         return most(strategy, found)
 
 
-def resume(settings: dict[str, Any], size: list[int], folder: str, deferred: bool) -> dict[str, float] | None:
+def resume(settings: dict[str, Any], size: list[int], folder: str, on_meta: bool) -> dict[str, float] | None:
     """Return what is resident while what ``train`` has saved is resumed, beyond what is afterwards."""
     with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
-        prepare, _ = parts(strategy, size, deferred)
-        warm_up(strategy, deferred)
+        prepare, _ = parts(strategy, size, on_meta)
+        warm_up(strategy, on_meta)
         model, optimizer = prepare()
         peak, left = resident(strategy.checkpoint(folder, model=model, optimizer=optimizer).resume)
         return most(strategy, {"resume": peak - left})
 
 
-def parts(strategy: unitrain.Strategy, size: list[int], deferred: bool) -> tuple[Callable[[], Any], Callable[[], None]]:
+def parts(strategy: unitrain.Strategy, size: list[int], on_meta: bool) -> tuple[Callable[[], Any], Callable[[], None]]:
     """Return a function that builds and prepares a model and its optimizer once, and one that makes two steps."""
     task = transformer(strategy.rank, *size)
     prepared: list[Any] = []
 
     def prepare() -> Any:
         if not prepared:
-            with strategy.deferred() if deferred else nullcontext():
+            with torch.device("meta") if on_meta else nullcontext():
                 made = task.make()
-            prepared.extend(strategy.prepare(*made, initialise=initialise if deferred else True))
+            prepared.extend(strategy.prepare(*made, initialise=initialise if on_meta else False))
         return prepared
 
     def steps() -> None:
@@ -128,9 +127,9 @@ def initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
 
 
-def warm_up(strategy: unitrain.Strategy, deferred: bool) -> None:
+def warm_up(strategy: unitrain.Strategy, on_meta: bool) -> None:
     """Train a tiny model, so that what torch loads when it is first used does not count."""
-    prepare, steps = parts(strategy, list(SMALL), deferred)
+    prepare, steps = parts(strategy, list(SMALL), on_meta)
     prepare()
     steps()
 
@@ -155,7 +154,7 @@ def measure(short: bool) -> Found:
         for meter in METERS:
             with tempfile.TemporaryDirectory() as folder:
                 how: dict[str, Any] = {
-                    "settings": settings, "size": size, "folder": folder, "deferred": way == DEFERRED
+                    "settings": settings, "size": size, "folder": folder, "on_meta": way == ON_META
                 }  # fmt: skip
                 found[meter] = in_processes(world, train, meter=meter, **how)
                 if meter == "resident":
@@ -195,9 +194,9 @@ def tables(found: Found) -> str:
 def allowed(found: Found, case: Found) -> dict[str, float]:
     """Return the limits of a case in MB."""
     limits: dict[str, float] = {"resume": RESUME_MB}
-    if case["way"] in (WHOLE, DEFERRED):
+    if case["way"] in (WHOLE, ON_META):
         part = found["weights"] / case["world"][1]
-        built = found["tensor"] if case["way"] == DEFERRED else found["weights"]
+        built = found["tensor"] if case["way"] == ON_META else found["weights"]
         limits |= {"prepare": part + found["unit"] + built, "step": 1.1 * 4 * part + found["unit"]}
     return limits
 

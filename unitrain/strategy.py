@@ -125,15 +125,15 @@ class Strategy:
     # --------------------------------------------------------------------------------------------------- training
 
     @overload
-    def prepare(self, one: T, /, *, initialise: Initialise = True) -> T: ...
+    def prepare(self, one: T, /, *, initialise: Initialise = False) -> T: ...
 
     @overload
     def prepare(
-        self, first: T, second: U, /, *more: Unpack[Ts], initialise: Initialise = True
+        self, first: T, second: U, /, *more: Unpack[Ts], initialise: Initialise = False
     ) -> tuple[T, U, Unpack[Ts]]: ...
 
     def prepare(  # type: ignore[misc]  # mypy on TypeVarTuple
-        self, first: Any, /, *more: Any, initialise: Initialise = True
+        self, first: Any, /, *more: Any, initialise: Initialise = False
     ) -> Any:
         """Prepare modules, optimizers and schedulers for this run, and return them in the same order. Collective.
 
@@ -144,16 +144,17 @@ class Strategy:
         place. An optimizer is returned as it is, with rank 0's state, so that loaded state and existing schedulers stay
         valid. A module may be prepared before its optimizer exists.
 
-        Parameters on the meta device get memory, and values that follow from the seed and the names of the modules.
-        They are the same on any number of ranks and any backend.
+        Parameters on the meta device get memory and, with ``initialise``, values that follow from the seed and the
+        names of the modules: the same on any number of ranks and any backend.
 
         Args:
             first: a module, an optimizer or a scheduler.
             more: others.
-            initialise: what gives values to a model without memory. A function is called with each module after the
-                module's ``reset_parameters``, such as Hugging Face's ``model._init_weights``. True calls
-                ``reset_parameters`` alone, if the model was built within ``deferred()``. False leaves the weights to
-                ``load_weights`` or a checkpoint; the model can't be called before.
+            initialise: what gives values to a model that was built under ``torch.device("meta")``. False leaves the
+                weights to ``load_weights`` or a checkpoint; the model can't be called before. True calls
+                ``reset_parameters`` of each module: what constructors do to weights or buffers in another way is lost.
+                A function is called with each module after ``reset_parameters``, such as Hugging Face's
+                ``model._init_weights``.
 
         Raises:
             UsageError: an argument is of another type, or was prepared before; or a parameter is not initialised.
@@ -164,24 +165,6 @@ class Strategy:
         """
         prepared = self._preparation.prepare((first, *more), initialise)
         return prepared if more else prepared[0]
-
-    def deferred(self) -> AbstractContextManager[None]:
-        """Return a context manager in which a model's parameters are built on the meta device. Buffers take memory.
-
-        ``prepare`` then initialises the parameters with ``reset_parameters`` of each module. What a constructor does to
-        weights in another way has no effect: ``prepare`` refuses such a model, unless ``initialise`` is passed.
-
-        A model that is built under ``torch.device("meta")`` has no buffers either, and waits for ``load_weights`` or a
-        checkpoint.
-
-        Example:
-            >>> with strategy.deferred():
-            ...     model = Transformer(config)
-            >>> model = strategy.prepare(model)
-        """
-        from unitrain.training.models.deferred import deferred  # few scripts need it
-
-        return deferred()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context for computing a loss. The forward of a prepared model enters it automatically."""
@@ -459,7 +442,7 @@ class Strategy:
         """Start trackers on rank 0, or continue their runs. Collective; call it after ``checkpoint.resume``.
 
         Args:
-            trackers: ``tensorboard``, ``wandb``, ``mlflow``, ``trainjob``, or objects like ``tracking.Tracker``.
+            trackers: ``tensorboard``, ``wandb``, ``mlflow``, or objects like ``tracking.Tracker``.
             folder: folder of the run's results.
             name: name of the run; the folder's by default.
 

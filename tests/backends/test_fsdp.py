@@ -465,9 +465,9 @@ def train_offloaded(epochs: int, folder: str) -> tuple[list[float], State, set[s
     settings: dict[str, Any] = {"backend": "fsdp", "device": "cuda:0", "fsdp": {"cpu_offload": True}}
     losses, weights, _ = train(epochs, settings, folder)
     with unitrain.init(**settings, precision="bf16", clip_norm=0.1, clip_value=0.1, timeout_s=60) as strategy:
-        with strategy.deferred():
+        with torch.device("meta"):
             model, optimizer, _ = made()
-        model, optimizer = strategy.prepare(model, optimizer)
+        model, optimizer = strategy.prepare(model, optimizer, initialise=True)
         words, following = (tensor.to(strategy.device) for tensor in texts()[:4])
         assert strategy.step(loss_of(model, words, following), optimizer).stepped
         weight = strategy.unwrap(model).get_parameter("blocks.0.layers.0.weight")

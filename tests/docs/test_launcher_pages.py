@@ -15,6 +15,10 @@ from places import ROOT
 from slurm import Slurm
 from trained import TRAINS, Weights, assert_trained, expected
 
+from unitrain.launch.local import launchers
+from unitrain.launch.local.launchers import launch_command
+from unitrain.launch.local.toolchain import Mpi
+
 __all__ = ["expected"]  # the fixture
 
 FOLDER = ROOT / "docs" / "launchers"
@@ -49,3 +53,15 @@ def test_srun(command: str, slurm: Slurm, expected: Weights, tmp_path: Path) -> 
     environ = {**slurm.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "SLURM_OVERSUBSCRIBE": "1"}
     subprocess.run(words, env=environ, check=True, timeout=120)
     assert_trained(tmp_path, expected, world_size=4 if "-N 2" in command else 2)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
+def test_the_page_of_a_launcher_shows_the_command_of_verify(launcher: str) -> None:
+    command = " ".join(launch_command(launcher, 2, ["train.py"])).replace(sys.executable, "python")
+    shown = {line for block in BLOCKS[launcher] for line in block.text.splitlines()}
+    assert command in shown
+
+
+def test_mpich_has_no_option_to_bind_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "find_mpi", lambda: Mpi("MPICH", "4", Path("mpirun"), None))
+    assert launch_command("mpirun", 2, ["train.py"]) == ["mpirun", "-np", "2", sys.executable, "train.py"]

@@ -114,5 +114,5 @@ def test_trackers_are_named_by_a_flag(given: str | None, names: tuple[str, ...])
 
 
 def test_an_unknown_tracker_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"must be a list \(tensorboard,wandb\), each .*, mlflow or trainjob\."):
+    with pytest.raises(ConfigError, match=r"must be a list \(tensorboard,wandb\), each .* or mlflow\."):
         parse_command_line(Traced, ["--tracker", "tensorboard,neptune"], prog="recipe", description="")

@@ -104,7 +104,7 @@ def test_memory(tmp_path: Path) -> None:
     found = short("memory", tmp_path)
     cases = found["cases"]
     by_way = {case["way"]: case["tensors"] for case in cases}
-    assert list(by_way) == ["ddp", "fsdp", "fsdp, deferred", "ddp, shard_optimizer", "horovod, shard_optimizer"]
+    assert list(by_way) == ["ddp", "fsdp", "fsdp, meta device", "ddp, shard_optimizer", "horovod, shard_optimizer"]
     ddp, fsdp, *divided = by_way.values()
     assert all(one["stepped"] < 0.8 * ddp["stepped"] for one in divided)  # 3 of 4 tensors, on two processes
     assert fsdp["prepared"] < 0.6 * ddp["prepared"]

@@ -102,8 +102,8 @@ def used(tree: ast.Module, of_project: set[str]) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (part for alias in node.names for part in alias.name.split("."))
-        elif isinstance(node, ast.Constant) and node.value not in of_project and id(node) not in texts:
-            yield node.value  # as in getattr(module, "_name")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            yield from {node.value} - of_project  # as in getattr(module, "_name")
 
 
 def _no_names(node: ast.AST) -> list[ast.AST]:

@@ -24,9 +24,7 @@ _COMMANDS = {
     "conform": "test a backend, such as a plug-in: run the tests that every backend must pass (needs pytest)",
     "doctor": "show what this machine has for distributed training, and the command that adds what is missing",
     "install-horovod": "build Horovod against the installed torch, install it, and test it on two processes",
-    "launch": "start a script with a launcher, on this host or on several, or print the command that does",
     "run": "run a command, forward signals to its ranks so that they stop with a checkpoint, and restart it on failure",
-    "template": "write a job file for a script: for SLURM, Kubernetes, Ray or Docker Compose",
     "top": "show what the ranks of a running job do, in the terminal (needs its setting metrics_port)",
     "verify": "train with every launcher and backend found here, and compare each with a plain loop on one device",
 }

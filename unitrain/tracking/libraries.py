@@ -1,4 +1,4 @@
-"""The trackers of TensorBoard, Weights & Biases, MLflow and Kubeflow. Libraries are imported only if they are used.
+"""The trackers of TensorBoard, Weights & Biases and MLflow. Libraries are imported only if they are used.
 
 Where and under which account they record is set by their own environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI
 and so on). All are made of the run's folder, its name, the last step before it was resumed (0 for a new run), and the
@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
 import sys
 import time
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, get_args
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from unitrain.config import flattened
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trainjob"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 NAMES: tuple[str, ...] = get_args(TrackerName)
-# What Kubeflow's documentation says of TrainJob.status.trainerStatus: variables, body, and no more updates than this.
-_STATUS_URL, _STATUS_CA, _STATUS_TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-_STATUS_INTERVAL_S, _STATUS_ANSWER_S = 5.0, 5.0
 _MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
@@ -33,8 +26,6 @@ def start(name: str, folder: Path, run_name: str, step: int, run_id: str | None)
     """Start or continue a run, and return its tracker, with the attribute ``id``. It may raise any error."""
     if name == "tensorboard":
         return _TensorBoard(folder, step)
-    if name == "trainjob":
-        return _TrainJob(step)
     return _WandB(folder, run_name, run_id) if name == "wandb" else _MLflow(run_name, run_id)
 
 
@@ -119,47 +110,3 @@ class _MLflow:
 
     def close(self, *, completed: bool) -> None:
         self._client.set_terminated(self.id, status="FINISHED" if completed else "FAILED")
-
-
-class _TrainJob:
-    id = None
-
-    def __init__(self, step: int) -> None:
-        if _STATUS_URL not in os.environ:
-            raise LookupError(f"{_STATUS_URL} is not set, as in a TrainJob with Kubeflow's feature gate TrainJobStatus")
-        self._begun, self._first, self._step, self._total = time.monotonic(), step, step, 0
-        self._metrics: dict[str, float] = {}
-        self._send()
-
-    def log_settings(self, settings: Mapping[str, Any]) -> None:
-        self._total = int(settings.get("total_steps", 0))
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._metrics.update(metrics)
-        self._step = step
-        if time.monotonic() >= self._sent_at + _STATUS_INTERVAL_S:
-            self._send()
-
-    def close(self, *, completed: bool) -> None:
-        self._send(completed=completed)
-
-    def _send(self, *, completed: bool = False) -> None:
-        self._sent_at = time.monotonic()
-        metrics = [{"name": name, "value": str(value)} for name, value in self._metrics.items()]
-        status: dict[str, Any] = {"lastUpdatedTime": datetime.now(timezone.utc).isoformat(), "metrics": metrics}
-        made, left = self._step - self._first, max(self._total - self._step, 0)
-        if completed:
-            status |= {"progressPercentage": 100, "estimatedRemainingSeconds": 0}
-        elif self._total > 0:
-            status["progressPercentage"] = min(100 * self._step // self._total, 100)
-            if made > 0:
-                status["estimatedRemainingSeconds"] = round((self._sent_at - self._begun) / made * left)
-        token = Path(os.environ[_STATUS_TOKEN]).read_text().strip()  # Kubernetes renews it
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        request = Request(os.environ[_STATUS_URL], json.dumps({"trainerStatus": status}).encode(), headers)
-        context = ssl.create_default_context(cafile=os.environ[_STATUS_CA])
-        try:
-            urlopen(request, timeout=_STATUS_ANSWER_S, context=context).close()
-        except HTTPError as error:
-            with error:
-                raise ConnectionError(f"{error}: {error.read(1000).decode(errors='replace')}") from None

@@ -172,8 +172,6 @@ def _check_installed(name: str) -> None:
         raise ConfigError(
             f"there is no tracker {name!r}: name {', '.join(libraries.NAMES)}, or pass an object of your own."
         )
-    if name == "trainjob":
-        return  # it needs no library
     found = find_spec(name)
     if found is None or found.origin is None:  # a folder of that name, such as W&B's own, is no package
         raise ConfigError(f"the tracker {name} needs the package {name}, which is not installed: pip install {name}")

@@ -1,7 +1,4 @@
-"""A job goes on by itself, on as many hosts as there are: torchrun --nnodes 1:2, and unitrain run with mpirun.
-
-The commands are those of the page on reliability.
-"""
+"""A job of torchrun --nnodes 1:2 goes on by itself, on as many hosts as there are; the commands are the page's."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ import pytest
 from cluster import Cluster
 from elastic import STEPS, Elastic, impatient_cluster
 from harness import train_alone
-from host_commands import AS_ROOT, blocks_for, host_commands, on_hosts
+from host_commands import blocks_for, host_commands
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("cluster"), pytest.mark.soak]
 
 HOSTS = ("node0", "node1")
-ELASTIC, STORE, START, AGAIN = (block.text for block in blocks_for(Path(__file__)))
+ELASTIC, STORE = (block.text for block in blocks_for(Path(__file__)))
 EXPORT, TORCHRUN = (words for _, words in host_commands(ELASTIC, HOSTS[:1], []))
 NEW_STORES = dict([EXPORT[1].split("=")])
 ENDPOINT = TORCHRUN.index("--rdzv-endpoint") + 1
@@ -167,28 +164,3 @@ def test_the_first_host_is_lost_but_not_the_store(
     finally:
         store.kill()
         store.communicate()
-
-
-# The settings of these tests, which mpirun takes to other hosts only if they are named.
-PASSED = ("PATH", "UNITRAIN_BACKEND=ddp", "UNITRAIN_TIMEOUT_S", "UNITRAIN_HEARTBEAT_TIMEOUT_S", "TESTS_PAUSE")
-
-
-@pytest.mark.parametrize("how", [Cluster.kill_all, Cluster.cut_power])
-def test_mpirun_is_started_again_on_the_hosts_that_answer(
-    tmp_path: Path, alone: Path, how: Callable[[Cluster, int], None]
-) -> None:
-    assert "-x PATH" in START
-    start = on_hosts(START, HOSTS).replace("-x PATH", " ".join(f"-x {name}" for name in PASSED))
-    (tmp_path / "start.sh").write_text(start.replace("train.py", '"$@"'))
-    (tmp_path / "cluster").mkdir()
-    with impatient_cluster(tmp_path / "cluster", 2) as hosts:
-        job = Elastic(hosts, tmp_path, shlex.split(AGAIN), AS_ROOT)
-        try:
-            job.start(0)
-            job.trains(4)
-            how(hosts, 1)
-            job.trains(2)
-            job.assert_ends_as_if_nothing_had_happened(alone)
-        finally:
-            job.end()
-    assert "restart 1 of 10" in job.said(0)

@@ -27,12 +27,13 @@ class Block(nn.Module):
         self.layers = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
         self.gate = nn.Parameter(torch.empty(()))
         self.scales = nn.Parameter(torch.empty(3))
-        self.register_buffer("mask", torch.triu(torch.ones(140, 140), 1).bool(), persistent=False)
+        self.register_buffer("mask", torch.empty(140, 140, dtype=torch.bool), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.gate)
         nn.init.constant_(self.scales, 0.5)
+        self.get_buffer("mask").copy_(torch.triu(torch.ones(140, 140), 1))
         nn.init.zeros_(self.get_parameter("layers.2.bias"))  # of another module, within this one
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class Model(nn.Module):
         return out
 
 
-def train(settings: dict[str, Any], how: str = "deferred") -> tuple[dict[str, Tensor], list[float]]:
+def train(settings: dict[str, Any], how: str = "on meta") -> tuple[dict[str, Tensor], list[float]]:
     """Build and train a model. Return its first weights and its losses."""
     with unitrain.init(device="cpu", timeout_s=60, **settings) as strategy:
         if how == "dense on rank 0":
@@ -77,7 +78,7 @@ def train(settings: dict[str, Any], how: str = "deferred") -> tuple[dict[str, Te
                 torch.manual_seed(0)
                 model = Model()
         else:
-            with strategy.deferred():
+            with torch.device("meta"):
                 model = Model()
         optimizer = AdamW(model.parameters())
         called: list[int] = []
@@ -107,18 +108,18 @@ def assert_trained(found: Any, expected: Any) -> None:
 
 
 CASES = [
-    ({"backend": "ddp"}, 2, "deferred"),
-    ({"backend": "fsdp", "fsdp": {"wrap": ["Linear", "LSTM"]}}, 2, "deferred"),
-    ({"backend": "fsdp"}, 3, "deferred"),
+    ({"backend": "ddp"}, 2, "on meta"),
+    ({"backend": "fsdp", "fsdp": {"wrap": ["Linear", "LSTM"]}}, 2, "on meta"),
+    ({"backend": "fsdp"}, 3, "on meta"),
     ({"backend": "fsdp"}, 2, "dense on rank 0"),
     pytest.param({"backend": "ddp"}, 2, "dense on rank 0", marks=pytest.mark.soak),
-    pytest.param({"backend": "horovod"}, 2, "deferred", marks=HOROVOD),
+    pytest.param({"backend": "horovod"}, 2, "on meta", marks=HOROVOD),
 ]
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    return {how: run_ranks(train, {"backend": "single"}, how, nprocs=1)[0] for how in ("deferred", "dense on rank 0")}
+    return {how: run_ranks(train, {"backend": "single"}, how, nprocs=1)[0] for how in ("on meta", "dense on rank 0")}
 
 
 @pytest.mark.parametrize(("settings", "world", "how"), CASES)
@@ -131,7 +132,7 @@ def test_weights_are_the_same_on_any_number_of_ranks_and_any_backend(
 
 
 def test_weights_are_drawn_as_the_modules_say(alone: dict[str, Any]) -> None:
-    weights = alone["deferred"][0]
+    weights = alone["on meta"][0]
     for block in ("blocks.0", "blocks.1"):
         assert weights[f"{block}.layers.0.weight"].std() == pytest.approx(0.02, rel=0.2)
         assert weights[f"{block}.layers.2.bias"].eq(0).all(), "the block's own reset_parameters comes later"
@@ -150,9 +151,9 @@ def test_two_models_differ_and_other_random_numbers_stay() -> None:
         torch.manual_seed(3)
         later = torch.rand(2)
         torch.manual_seed(3)
-        with strategy.deferred():
+        with torch.device("meta"):
             models = [nn.Linear(3, 4), nn.Linear(3, 4)]
-        one, other = strategy.prepare(models[0], models[1])
+        one, other = strategy.prepare(models[0], models[1], initialise=True)
         assert not torch.equal(one.weight, other.weight)
         assert torch.equal(torch.rand(2), later)
     with unitrain.init(backend="single", device="cpu", precision="fp64") as strategy:
@@ -167,10 +168,8 @@ def test_models_of_hugging_face_initialise_themselves() -> None:
 
     config = GPT2Config(vocab_size=64, n_positions=8, n_embd=64, n_layer=8, n_head=2, bos_token_id=1, eos_token_id=2)
     with unitrain.init(backend="single", device="cpu") as strategy:
-        with strategy.deferred():
+        with torch.device("meta"):
             model = GPT2LMHeadModel(config)
-        with pytest.raises(UsageError, match=r"GPT2LMHeadModel in a constructor.*model._init_weights"):
-            strategy.prepare(model)
         model = strategy.prepare(model, initialise=model._init_weights)
         weights = model.state_dict()
         assert weights["transformer.h.1.mlp.c_fc.weight"].std() == pytest.approx(0.02, rel=0.05)
@@ -215,7 +214,7 @@ def refusals() -> list[str]:
             Direct, Partly, Copied, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
         ]  # fmt: skip
         for kind in kinds:
-            with strategy.deferred():
+            with torch.device("meta"):
                 model = kind()
             try:
                 strategy.prepare(nn.Sequential(model), initialise=lambda module: None)
@@ -247,19 +246,17 @@ def without_values() -> list[str]:
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         with torch.device("meta"):
             lost, model = Lost(), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        with strategy.deferred():
-            deferred = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        try:
-            strategy.prepare(lost)
-        except UsageError as error:
-            said.append(str(error))
-        for one, initialise in ((model, True), (deferred, False)):
-            one = strategy.prepare(one, initialise=initialise)
-            assert all(strategy.full_tensor(p.detach()).isnan().all() for p in one.parameters())
+        for initialise in (False, True):
             try:
-                one(torch.ones(1, 2))
+                strategy.prepare(lost, initialise=initialise)
             except UsageError as error:
                 said.append(str(error))
+        model = strategy.prepare(model)
+        assert all(strategy.full_tensor(p.detach()).isnan().all() for p in model.parameters())
+        try:
+            model(torch.ones(1, 2))
+        except UsageError as error:
+            said.append(str(error))
         return said
 
 
@@ -284,10 +281,9 @@ def test_a_model_on_the_meta_device_is_called_when_all_its_weights_are_loaded(tm
 
 
 def test_a_model_is_not_called_without_values() -> None:
-    for lost, *called in run_ranks(without_values):
+    for lost, unset, called in run_ranks(without_values):
         assert "1 buffers that no checkpoint contains (table, ...) have no values" in lost
-        assert "build it within strategy.deferred() instead" in lost
-        assert len(called) == 2
-        for said in called:
-            assert "4 of its weights (0.bias, 0.weight, 1.bias, ...) have no values: load them" in said
-            assert "strategy.load_weights, or resume a checkpoint" in said
+        assert "pass prepare(..., initialise=function) with a function that sets them" in lost
+        assert "prepare() can't initialise table of a Lost" in unset
+        assert "4 of its weights (0.bias, 0.weight, 1.bias, ...) have no values: load them" in called
+        assert "strategy.load_weights, or resume a checkpoint" in called

@@ -77,10 +77,10 @@ def measure_shards(folder: str) -> dict[str, float]:
         strategy.prepare(nn.Linear(2, 2))  # imports what it needs
         kept: list[nn.Module] = []
         share = LAYERS * LAYER_MB // strategy.world_size
-        with strategy.deferred():
+        with torch.device("meta"):
             found = {"build": beyond(lambda: kept.append(layers()), 0)}
         model, optimizer = kept[0], Adam(kept[0].parameters())
-        found["prepare"] = beyond(lambda: strategy.prepare(model, optimizer), share)
+        found["prepare"] = beyond(lambda: strategy.prepare(model, optimizer, initialise=True), share)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         strategy._step.checks.direct.allowed = True  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,7 +31,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 # With this process's path: "python -m" would look for modules in the current folder first.
 _SUPERVISOR = """import sys
 sys.path[:] = {}
-from {} import supervise
+from unitrain.job.starting.supervisor import supervise
 sys.exit(supervise(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))"""
 
 # Success, a wrong setting, not finite, stopped by SIGINT, SIGUSR1 or SIGTERM: a restart would end the same way.
@@ -48,16 +48,15 @@ _LEAVE_S = 5.0
 _CHECK_S = 1.0
 # Time for the ranks to save and stop when the terminal is closed, or nobody is left to wait for them.
 _HANGUP_S = 30.0
-_Command = Sequence[str] | Callable[[], Sequence[str]]
 
 
-def run(command: Sequence[str], *, max_restarts: int = 0, module: str = __name__) -> int:
+def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
     """Run a command and return its exit code, or 128 plus the number of the signal that killed it.
 
     After an unexpected failure the command is restarted, at most ``max_restarts`` times. The first SIGTERM, SIGINT or
     SIGUSR1 is forwarded, and the command is not restarted after it; a second SIGTERM or SIGINT kills the command. If
     this process gets a SIGHUP or is killed, the ranks get a SIGTERM, and 30 s to save. Everything that the command
-    has started is killed when it ends, and nothing else. It is passed to ``supervise`` of ``module``.
+    has started is killed when it ends, and nothing else.
     """
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts is {max_restarts}, but must be an integer >= 0.")
@@ -70,7 +69,7 @@ def run(command: Sequence[str], *, max_restarts: int = 0, module: str = __name__
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})  # the supervisor inherits this
     try:
         supervisor = subprocess.Popen(
-            [sys.executable, "-c", _SUPERVISOR.format(sys.path, module), str(os.getpid()), str(max_restarts), *command],
+            [sys.executable, "-c", _SUPERVISOR.format(sys.path), str(os.getpid()), str(max_restarts), *command],
             start_new_session=True,  # it receives Ctrl-C from this process only, once
         )
         while (code := supervisor.poll()) is None:
@@ -84,12 +83,8 @@ def run(command: Sequence[str], *, max_restarts: int = 0, module: str = __name__
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def supervise(parent: int, max_restarts: int, command: _Command) -> int:
-    """Run the command as a child of this process, the supervisor, and return the exit code of ``run``.
-
-    ``command`` may be a function that returns it for each start. It is called, too, when no rank is left on this host:
-    if it returns another one, since a host is lost, the launcher is killed.
-    """
+def supervise(parent: int, max_restarts: int, command: Sequence[str]) -> int:
+    """Run the command as a child of this process, the supervisor, and return the exit code of ``run``."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD}) - {*_SIGNALS, signal.SIGCHLD}
     # Orphaned descendants become children of this process, in whichever session they are.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -105,7 +100,7 @@ def supervise(parent: int, max_restarts: int, command: _Command) -> int:
         _kill_all()
 
 
-def _run(command: _Command, max_restarts: int, mask: Iterable[int]) -> int:
+def _run(command: Sequence[str], max_restarts: int, mask: Iterable[int]) -> int:
     quick_failures = 0
     for restart in range(1, max_restarts + 2):
         attempt = _Attempt(command, mask)
@@ -115,7 +110,7 @@ def _run(command: _Command, max_restarts: int, mask: Iterable[int]) -> int:
         seconds = time.monotonic() - started
         if attempt.stopped or code in _FINAL_CODES or not max_restarts:
             break
-        ended = f"{attempt.words[0]} {_describe(code)} after {seconds:.{0 if seconds >= 10 else 1}f} s"
+        ended = f"{command[0]} {_describe(code)} after {seconds:.{0 if seconds >= 10 else 1}f} s"
         if restart > max_restarts:
             _print(f"{ended}; no restarts left (--max-restarts {max_restarts}).")
             break
@@ -131,11 +126,8 @@ def _run(command: _Command, max_restarts: int, mask: Iterable[int]) -> int:
 class _Attempt:
     """One run of the command."""
 
-    def __init__(self, command: _Command, mask: Iterable[int]) -> None:
-        self.words = command() if callable(command) else command
+    def __init__(self, command: Sequence[str], mask: Iterable[int]) -> None:
         self.stopped = False
-        self._command = command
-        self._ask_at: float | None = None
         self._signalled: list[psutil.Process] = []
         self._ended_at: float | None = None
 
@@ -145,10 +137,10 @@ class _Attempt:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         try:
-            self._process = subprocess.Popen(self.words, start_new_session=True, preexec_fn=prepare)
+            self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare)
         except OSError as error:
             raise LaunchError(
-                f"{self.words[0]!r} can't be started ({error.strerror}): give a program on PATH, or its path."
+                f"{command[0]!r} can't be started ({error.strerror}): give a program on PATH, or its path."
             ) from error
 
     def wait(self) -> int:
@@ -163,8 +155,6 @@ class _Attempt:
                 if code is not None:
                     return code
                 self._end_launcher()
-                if self._waits_for_a_lost_host():
-                    return self._kill(signal.SIGKILL)
             elif got.si_signo == signal.SIGHUP:
                 if not terminated and kill_at == math.inf:
                     self._stop(signal.SIGTERM)
@@ -196,15 +186,6 @@ class _Attempt:
         elif time.monotonic() - self._ended_at > _LEAVE_S:
             self._signalled.clear()
             self._process.terminate()
-
-    def _waits_for_a_lost_host(self) -> bool:
-        """Return whether the launcher waits for a host that is gone: mpirun does until TCP gives up, for 16 minutes."""
-        if callable(self._command) and any(_ranks(psutil.Process(self._process.pid))):
-            self._ask_at = time.monotonic() + _LEAVE_S
-        if self._ask_at is None or time.monotonic() < self._ask_at:  # there has been none yet, or just now
-            return False
-        self._ask_at = time.monotonic() + _LONGEST_PAUSE_S  # a rank on another host may have work left
-        return callable(self._command) and self._command() != self.words
 
     def _reap(self) -> int | None:
         """Reap children that have ended, including adopted orphans. Return the command's exit code, if it has ended."""

@@ -14,14 +14,14 @@ from unitrain.communication.streaming import broadcast_tensors, copy_own
 from unitrain.errors import UsageError
 from unitrain.module_copy import add_hooks, without_memory
 from unitrain.rng import derived_seed, generators_restored, seed_generators
-from unitrain.training.models.deferred import RESETS, construction_of
 
 Initialise = Callable[[nn.Module], object] | bool
 """What initialises tensors on the meta device: a function that is called with each module after ``reset_parameters``;
-True: ``reset_parameters`` alone, if the model was built within ``deferred()``; False: nothing, as they are loaded."""
+True: ``reset_parameters`` alone; False: nothing, as they are loaded."""
+_RESETS = ("reset_parameters", "_reset_parameters")  # the second one belongs to torch's attention and Transformer
 _REMEDY = (
     "Give the module a reset_parameters() that sets it, or pass prepare(..., initialise=function), which is called "
-    "with each module (Hugging Face: model._init_weights), or initialise=False to load the weights afterwards."
+    "with each module (Hugging Face: model._init_weights), or leave initialise out to load the weights afterwards."
 )
 
 
@@ -35,23 +35,16 @@ class Values:
     def __init__(self, communicator: Communicator, module: nn.Module, initialise: Initialise, seed: int) -> None:
         self._communicator = communicator
         on_meta = [name for name, tensor in _named(module) if tensor.is_meta]
-        construction = construction_of(module)
-        if on_meta and construction is not None and construction.changed_at is not None and initialise is True:
-            raise UsageError(
-                f"{construction.changed_at} initialises weights of a {type(module).__name__} in a constructor. Within "
-                "strategy.deferred(), this has no effect: pass prepare(..., initialise=function), a function that does "
-                "it for each module (Hugging Face: model._init_weights), or initialise=False to load weights later."
-            )
-        initialises = callable(initialise) or (initialise and construction is not None)
         without_value: Sequence[str]
-        without_value, initialises = communicator.broadcast_data((on_meta, initialises))
+        without_value, initialises = communicator.broadcast_data((on_meta, bool(initialise)))
         self._drawn: Sequence[str] = without_value if initialises else ()
         self.unknown: Sequence[str] = () if initialises else without_value
         lost = set(self.unknown) - {name for name, _ in module.named_parameters()} - module.state_dict().keys()
         if lost:
             raise UsageError(
                 f"the model was built on the meta device, and {len(lost)} buffers that no checkpoint contains "
-                f"({', '.join(sorted(lost)[:3])}, ...) have no values: build it within strategy.deferred() instead."
+                f"({', '.join(sorted(lost)[:3])}, ...) have no values: pass prepare(..., initialise=function) with a "
+                "function that sets them, or let the constructor make them with device='cpu'."
             )
         # Other ranks need not hold on to what they have.
         sent = {name: t.detach() for name, t in _named(module) if name not in without_value}
@@ -125,7 +118,7 @@ class _Initialiser:
 
     def _initialise(self, around: str, path: str) -> None:
         module = self._skeleton.get_submodule(around)
-        calls = [getattr(module, name) for name in RESETS if hasattr(module, name)][:1]
+        calls = [getattr(module, name) for name in _RESETS if hasattr(module, name)][:1]
         if self._function is not None:
             calls.append(lambda: self._function(module))
         for call in calls:
@@ -152,8 +145,8 @@ class WithoutWeights:
         some = ", ".join(sorted(self._names)[:3])
         raise UsageError(
             f"the model was built on the meta device, and {len(self._names)} of its weights ({some}, ...) have no "
-            "values: load them before the model is called (strategy.load_weights, or resume a checkpoint), or build "
-            "it within `with strategy.deferred():` instead, so that prepare() initialises them."
+            "values: load them before the model is called (strategy.load_weights, or resume a checkpoint), or pass "
+            "initialise=True or a function to prepare()."
         )
 
     def _after_load(self, module: nn.Module, keys: Any) -> None:

@@ -58,7 +58,7 @@ class Preparation:
         self._config = config
         self._ranks_differ = False  # in the random numbers that they draw
 
-    def prepare(self, objects: Sequence[Any], initialise: Initialise = True) -> tuple[Any, ...]:
+    def prepare(self, objects: Sequence[Any], initialise: Initialise = False) -> tuple[Any, ...]:
         """See ``Strategy.prepare``. Modules are prepared first, so that their parameters are known to optimizers."""
         for one in objects:
             supported.check_kind(one)
