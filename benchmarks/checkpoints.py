@@ -153,7 +153,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
 
 def measure_model(name: str, rounds: int) -> Found | None:
     """Measure the emergency checkpoints of a model, and its boundaries, on rank 0."""
-    with unitrain.init(device="cpu", threads_per_process=1, memory_every=10**9) as strategy:
+    with unitrain.init(device="cpu", threads_per_process=1, memory_copies={"every": 10**9}) as strategy:
         model, optimizer = strategy.prepare(*MODELS[name]())
         folder = Path(strategy.on_main(tempfile.mkdtemp))
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)

@@ -69,7 +69,7 @@ def test_training_goes_on_while_a_server_is_slow(url: str, server: S3Server) -> 
 
 
 def lose_the_server(url: str, server: int) -> str:
-    with unitrain.init(backend="ddp", device="cpu", memory_every=0) as strategy:
+    with unitrain.init(backend="ddp", device="cpu", memory_copies={"every": 0}) as strategy:
         run = Run(strategy, url)
         run.step()
         if strategy.is_main:

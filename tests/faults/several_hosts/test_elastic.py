@@ -85,7 +85,7 @@ def test_a_host_of_a_sharded_job_is_lost(
     """No survivor has all of the state, but the next host has a copy of what was in the lost one's memory."""
     job = started("node0:29604")
     job.command = [word.replace("1:2", "1:3") for word in job.command]
-    job.environ = {**job.environ, "UNITRAIN_BACKEND": "fsdp", "UNITRAIN_MEMORY_EVERY": "1"}
+    job.environ = {**job.environ, "UNITRAIN_BACKEND": "fsdp", "UNITRAIN_MEMORY_COPIES__EVERY": "1"}
     job.start(0, 1, 2)
     job.trains(6)
     job.cut_power(lost)

@@ -62,7 +62,7 @@ class Memory(StepHook):
         self._folder: Folder = writer.folder
         self._watch = watch
         self._collect = collect
-        self._every = state.settings.memory_every
+        self._every = state.settings.memory_copies.every
         remote = ranks.world_size > 1 and not isinstance(self._folder.store, Disk)
         needed = ranks.shards or ranks.device.type != "cpu" or remote
         needed = needed and step.local is None
@@ -140,7 +140,7 @@ class Memory(StepHook):
     def _meet(self) -> MemoryStore:
         if self._store is None:
             location = self._ranks.on_main(lambda: self._folder.store.location)
-            self._store = MemoryStore(self._ranks, location, self._state.settings.memory_folder)
+            self._store = MemoryStore(self._ranks, location, self._state.settings.memory_copies.folder)
         return self._store
 
     def at_boundary(self) -> None:
@@ -211,7 +211,7 @@ class Memory(StepHook):
         if needed > room / _PART_OF_ROOM:
             why = (
                 f"{store.host[ranks.rank]} would keep {needed} bytes, and several copies, where {room} are free "
-                f"({store.disk}; memory_folder may name another folder)"
+                f"({store.disk}; memory_copies.folder may name another folder)"
             )
         why = next(filter(None, ranks.all_gather_data(why)), "")
         if not why and several and self._watch is not None:

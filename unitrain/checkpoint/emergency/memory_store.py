@@ -71,7 +71,7 @@ def prefix() -> str:
 class MemoryStore:
     """The folders in the memory of this job's hosts. Collective.
 
-    ``location`` is where the run saves its checkpoints, and ``folder`` the setting ``memory_folder``.
+    ``location`` is where the run saves its checkpoints, and ``folder`` the setting ``memory_copies.folder``.
     """
 
     def __init__(self, ranks: Communicator, location: str, folder: str | None) -> None:
