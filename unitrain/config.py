@@ -142,8 +142,6 @@ class StrategyConfig(Section):
     """Timeout of a collective in seconds; after it the job ends with an error."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 30.0
     """Seconds without a heartbeat after which a rank counts as stalled and the job ends; at most timeout_s."""
-    emergency_checkpoint: Literal["auto", "off"] = "auto"
-    """auto: when a rank fails while a checkpoint is open, another one saves the last complete step; off: none does."""
     metrics_port: Annotated[int, Field(ge=0, lt=2**16)] | None = None
     """Port at which rank 0 serves metrics of the job, for Prometheus and unitrain top; 0: any free one; null: none."""
     metrics_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"

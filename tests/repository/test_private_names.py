@@ -18,7 +18,6 @@ REASONS = {
     "_StorageInfo": "where a piece is in a file: DCP's metadata file consists of these",
     "_amp_foreach_non_finite_check_and_unscale_": "GradScaler's kernel: one check of all gradients, on the GPU",
     "_backward_hooks": "hooks of the script move to the parameter that takes another's place",
-    "_buffers": "a buffer is read at each step, without nn.Module's lookup",
     "_compiled_call_impl": "tells whether module.compile() was called",
     "_metadata": "the versions of layers in a state dict, which load_state_dict reads",
     "_optimizer_step_post_hooks": "hooks of scripts run outside of the exchange of a sharded optimizer's parameters",

@@ -614,7 +614,6 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "compression": st.sampled_from(["none", "fp16", "bf16"]),
         "timeout_s": positive(1_000_000),
         "heartbeat_timeout_s": positive(1_000_000),
-        "emergency_checkpoint": st.sampled_from(["auto", "off"]),
         "metrics_port": or_none(st.integers(0, 2**16 - 1)),
         "metrics_host": st.just("127.0.0.1"),
         "threads_per_process": or_none(st.integers(1, 4096)),

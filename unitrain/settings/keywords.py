@@ -40,7 +40,6 @@ class StrategySettings(TypedDict, total=False):
     debug: bool
     timeout_s: float
     heartbeat_timeout_s: float
-    emergency_checkpoint: Literal["auto", "off"]
     metrics_port: int | None
     metrics_host: str
     threads_per_process: int | None

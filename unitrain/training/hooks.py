@@ -60,12 +60,11 @@ class Hooks:
         for hook in hooks:
             self.add_hook(hook)
 
-    def add_hook(self, hook: StepHook, *, first: bool = False) -> None:
-        """Call a hook from now on, after those that are there, or before them."""
+    def add_hook(self, hook: StepHook) -> None:
+        """Call a hook from now on, after those that are there."""
         for moment in _MOMENTS:
             if getattr(type(hook), moment) is not getattr(StepHook, moment):
-                calls = getattr(self, moment)
-                calls.insert(0 if first else len(calls), getattr(hook, moment))
+                getattr(self, moment).append(getattr(hook, moment))
 
     def remove_hook(self, hook: StepHook) -> None:
         """Call a hook no more."""

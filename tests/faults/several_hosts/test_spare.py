@@ -25,7 +25,7 @@ pytestmark = [
 
 STEPS = 20
 [COMMAND] = (block.text for block in blocks_for(Path(__file__)))
-SETTINGS = {"UNITRAIN_MEMORY_COPIES__EVERY": "1", "TESTS_PAUSE": "0.15"}
+SETTINGS = {"TESTS_PAUSE": "0.15"}
 # Needs no torch: it notes the host on which it runs as rank 1, and ends once it has run on the host that it is given.
 NOTES_HOSTS = """
 import os, pathlib, socket, sys, time

@@ -20,18 +20,15 @@ HEAD = """# Faults
 
 How real jobs of two or three processes ended when the tests caused a fault in one of them. `make soak` writes this
 page; `make test` runs the quick ones. The heartbeat timeout was 3 seconds and the timeout of collectives 8; the
-defaults are 30 and 600. A fault lost at most the current step, a signal lost none, and no process was left
+defaults are 30 and 600. A fault lost the steps since the last copy, a signal lost none, and no process was left
 over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE`, … set by hand, `forked` for such
 processes that share an import of torch.
 
 | what dies | what is lost |
 |---|---|
-| a rank, in a step or between two epochs | at most this step: another rank [saves][emergency] the one before |
-| a rank, while the others wait for it between a step and the next batch | the steps since the last checkpoint |
-| all ranks, their only host, or the one rank of a job | the steps since the last checkpoint |
-| a rank, or a host of several, with sharded state, on a GPU or at a URL | those since the last [copy][copies] |
+| a rank, all ranks, or a host of several | the steps since the last [copy in memory][copies] |
+| the only host of a job | the steps since the last checkpoint |
 
-[emergency]: ../guide/reliability.md#emergency-checkpoints
 [copies]: ../guide/reliability.md#copies-in-memory
 
 | fault | what happens |
@@ -52,10 +49,10 @@ KILLS = (
 )
 
 SURVIVED = (
-    "In jobs with checkpoints of survivors only, {} ranks were killed under {}, at the start, in "
-    "loading, forward, backward, averaging, optimizer and evaluation, and between epochs. Every job finished without "
-    "help, with 1 to 3 ranks in each start, and repeated at most {} step after each kill. Each sample was used once an "
-    "epoch, and the weights equalled one process's, to 1e-9."
+    "In jobs with a copy in memory after each step and no other checkpoint, {} ranks were killed under {}, at the "
+    "start, in loading, forward, backward, averaging, optimizer and evaluation, and between epochs. Every job finished "
+    "without help, with 1 to 3 ranks in each start, and repeated at most {} step after each kill. Each sample was used "
+    "once an epoch, and the weights equalled one process's, to 1e-9."
 )
 WALKS = (
     "Random walks changed launcher, backend (ddp, horovod, fsdp, ZeRO-1) and the number of ranks (1 to 4) at each "
@@ -65,7 +62,7 @@ WALKS = (
 
 
 def survived(ends: list[dict[str, Any]]) -> str:
-    """Return what the survivors of kills have saved."""
+    """Return what kills have cost."""
     latest = {(end["world"], *end["plan"]): end for end in ends if "killed" in end}.values()
     worlds = ", ".join(sorted({end["world"] for end in latest}))
     again = max(max(end["again"]) for end in latest)

@@ -20,9 +20,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.checkpoint.emergency import memory_store
-from unitrain.checkpoint.emergency.memory import steps_between
-from unitrain.checkpoint.emergency.memory_store import MemoryStore
+from unitrain.checkpoint.memory_copies import memory_store
+from unitrain.checkpoint.memory_copies.copies import steps_between
+from unitrain.checkpoint.memory_copies.memory_store import MemoryStore
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.errors import UnitrainError
@@ -31,7 +31,7 @@ STEPS, EVERY = 12, 3
 KINDS: dict[str, dict[str, Any]] = {
     "fsdp": {"backend": "fsdp"},
     "zero": {"backend": "ddp", "shard_optimizer": True},
-    "ddp": {"backend": "ddp", "emergency_checkpoint": "off"},
+    "ddp": {"backend": "ddp"},
 }
 
 
