@@ -84,7 +84,7 @@ class Checkpoint:
         key = None if watch is None else watch.key
         self._memory = Memory(communicator, state, step, self._writer, key, self._parts)
         if watch is not None:
-            watch.before_restart(self._writer.release)
+            watch.before_restart(self._folder.release)
         step.hooks.add_hook(self._epoch_end)
         step.hooks.add_hook(self._memory)
         stopping.listen(self)
