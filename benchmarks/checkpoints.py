@@ -1,4 +1,4 @@
-"""Checkpoints: how long saving one blocks training, and how long until it is on disk; and emergency checkpoints.
+"""Checkpoints: how long saving one blocks training, and how long until it is on disk; and copies in memory.
 
     python benchmarks/checkpoints.py
 
@@ -8,11 +8,8 @@ background, compared with ``torch.save``, alone and followed by fsync, and torch
 checkpoint waits, but has no checksums; ``torch.save`` does neither. Each has been written to disk before the next one
 begins.
 
-Copies in memory are of the same state, on the same two processes; a host keeps two, and one that is being copied.
-
-For emergency checkpoints, two processes train for one step, and rank 0 does what it does when the other one fails. The
-time includes SHA-256 of every byte and the rename, after which the checkpoint is complete for every process of the
-host, but no fsync. Launchers leave 1 second (mpirun), 5 (horovodrun) or 30 (torchrun).
+Copies in memory are those of two processes after each step. The time until one is written includes SHA-256 of every
+byte, but no fsync. A host keeps two, and one that is being copied.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ from shared.processes import ALONE, GLOO, in_processes, startable
 from shared.report import Found, run, table
 from shared.rounds import Way, compared, shown_ratio, turns
 from shared.workloads import OnlyParameters, resnet50_shapes
-from unitrain.checkpoint.emergency.memory import Memory, steps_between
-from unitrain.job.job import current
+from unitrain.checkpoint.memory_copies.copies import Memory, steps_between
 
 SYNC, ASYNC = "UniTrain, background=False", "UniTrain, background=True"
 TORCH, SYNCED = "torch.save", "torch.save and fsync"
@@ -123,9 +119,7 @@ def measure_saving(rounds: int, small: bool) -> Found:
     return {"stalls": compared(stalls, SYNC), "totals": compared(totals, SYNC)}
 
 
-EMERGENCY_ROUNDS, SHORT_EMERGENCY_ROUNDS, CALLS = 5, 2, 200
-LAUNCHERS_S = {"mpirun": 1, "horovodrun": 5, "torchrun": 30}
-USED = 0.9  # of that time
+COPIES, SHORT_COPIES = 5, 2
 INPUTS = {"MLP (64-64-10)": (8, 64), "ResNet-50, SGD": (2, 3, 32, 32)}
 
 
@@ -152,8 +146,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
 
 
 def measure_model(name: str, rounds: int) -> Found | None:
-    """Measure the emergency checkpoints of a model, and its boundaries, on rank 0."""
-    with unitrain.init(device="cpu", threads_per_process=1, memory_every=10**9) as strategy:
+    """Measure copies in memory of a model. Return what rank 0 has found."""
+    with unitrain.init(device="cpu", threads_per_process=1, memory_copies={"every": 10**9}) as strategy:
         model, optimizer = strategy.prepare(*MODELS[name]())
         folder = Path(strategy.on_main(tempfile.mkdtemp))
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
@@ -166,14 +160,19 @@ def measure_model(name: str, rounds: int) -> Found | None:
             copy, whole = measure_copy(checkpoint._memory)
             copies.append(copy)
             written.append(whole)
-        found = measure_rank_0(strategy, model, optimizer, folder, rounds) if strategy.is_main else None
-        strategy.barrier()
-        if found is not None:  # the first copy takes new memory
-            medians = [statistics.median(one[1:]) for one in (steps, copies, written)]
-            found.update(step_s=medians[0], copy_s=medians[1], written_s=medians[2])
+        size = bytes_of(checkpoint._memory) if strategy.is_main else 0
         checkpoint.close()
         strategy.on_main(lambda: shutil.rmtree(folder))
-    return found and {"model": name, **found}
+    # The first copy takes new memory.
+    step_s, copy_s, written_s = (statistics.median(seconds[1:]) for seconds in (steps, copies, written))
+    copied = {"model": name, "bytes": size, "step_s": step_s, "copy_s": copy_s, "written_s": written_s}
+    return copied if size else None
+
+
+def bytes_of(memory: Memory) -> int:
+    """Return the size of the last copy on this host."""
+    assert memory._store is not None
+    return sum(file.stat().st_size for file in (memory._store.disk.root / memory._newest).iterdir())
 
 
 def measure_copy(memory: Memory) -> tuple[float, float]:
@@ -188,48 +187,12 @@ def measure_copy(memory: Memory) -> tuple[float, float]:
     return stall, time.perf_counter() - start
 
 
-def measure_rank_0(
-    strategy: unitrain.Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rounds: int
-) -> Found:
-    step, job = strategy._step, current()
-    assert job is not None
-    assert job.watch is not None
-    saver = job.watch.saver
-    assert saver is not None
-    boundaries = []
-    for _ in range(CALLS):
-        for buffer in model.buffers():
-            buffer.add_(0)  # as a forward does
-        start = time.thread_time()
-        for before in step.hooks.before_update:
-            before(optimizer, ())
-        for reached in step.hooks.at_boundary:
-            reached()
-        boundaries.append(time.thread_time() - start)
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        assert saver.last_whole(1.0) == (strategy.global_step, "")
-        saver.save()
-        seconds.append(time.perf_counter() - start)
-        [saved] = folder.glob("step-*")
-        size = sum(file.stat().st_size for file in saved.iterdir())
-        shutil.rmtree(saved)
-    return {
-        "seconds": statistics.median(seconds),
-        "slowest": max(seconds),
-        "bytes": size,
-        "boundary_s": statistics.median(boundaries),
-        "buffers": len(list(model.buffers())),
-    }
-
-
 def measure(short: bool) -> Found:
     saving = in_processes(ALONE, measure_saving, rounds=SHORT_ROUNDS if short else ROUNDS, small=short)
-    names, rounds = (list(MODELS)[:1], SHORT_EMERGENCY_ROUNDS) if short else (list(MODELS), EMERGENCY_ROUNDS)
+    names, rounds = (list(MODELS)[:1], SHORT_COPIES) if short else (list(MODELS), COPIES)
     return {
         **saving,
-        "emergency": [
+        "copies": [
             in_processes(world, measure_model, name=name, rounds=rounds) for world in startable(GLOO) for name in names
         ],
     }
@@ -240,26 +203,23 @@ def tables(found: Found) -> str:
         [name, *(f"{found[what][name]['seconds'] * 1e3:.0f}: {shown_ratio(found[what][name])}" for what in WHATS)]
         for name in found["stalls"]
     ]
-    emergency = [
+    copies = [
         [
             case["model"],
             f"{case['bytes'] / 1e6:,.1f}",
-            f"{case['seconds']:.3f}, {case['slowest']:.3f}",
-            ", ".join(name for name, seconds in LAUNCHERS_S.items() if case["slowest"] < USED * seconds) or "none",
-            f"{case['boundary_s'] * 1e6:.0f}",
-            f"{case['copy_s'] * 1e3:.1f}, {case['written_s'] * 1e3:.0f}",
+            f"{case['copy_s'] * 1e3:.1f}",
+            f"{case['written_s'] * 1e3:.0f}",
             f"{steps_between(case['copy_s'] / case['step_s'])}",
         ]
-        for case in found["emergency"]
+        for case in found["copies"]
     ]
-    head = ["model", "MB", "s: median, slowest", "in time under", "a step boundary, µs of CPU"]
-    head += ["a copy in memory, ms: stall, until written", "steps between, for 1%"]
+    head = ["model", "MB", "stall, ms", "written, ms", "steps between copies, for 1%"]
     return "\n".join(
         [
             table(["way", "stall, ms", "on the disk, ms"], saving),
             _limits(found),
-            "**Emergency checkpoints**\n",
-            table(head, emergency),
+            "**Copies in memory**\n",
+            table(head, copies),
         ]
     )
 

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ import warm
 from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
+from unitrain.checkpoint.memory_copies.memory_store import folder_of
 
 pytest_plugins = ["pytester", "cpu_seconds", "s3_server", "sharing", "slurm", "harness", "lives"]
 
@@ -172,9 +174,12 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     forked_python.use(monkeypatch)
 
 
-def pytest_unconfigure() -> None:
-    """End the processes that tests share."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the processes that tests share. Remove the copies in memory of killed runs that saved to tests' folders."""
     warm.close_all()
+    folders = getattr(config, "_tmp_path_factory", None)
+    for file in () if folders is None else folders.getbasetemp().rglob("run.json"):
+        shutil.rmtree(folder_of(str(file.parent.resolve())), ignore_errors=True)
     forked_python.close()
 
 

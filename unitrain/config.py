@@ -59,6 +59,18 @@ def _union_members(annotation: Any) -> tuple[Any, ...]:
     return tuple(get_args(member)[0] if get_origin(member) is Annotated else member for member in alternatives)
 
 
+class MemoryCopies(Section):
+    """Copies of the state in host memory, from which a killed job resumes."""
+
+    every: Annotated[
+        Literal["auto"] | Annotated[int, Field(ge=0, le=10**9)],
+        Field(json_schema_extra={"allowed": "auto or an integer >= 0, <= 1000000000"}),
+    ] = "auto"
+    """Steps between two copies; auto: so many that copies take 1% of the time; 0: no copies."""
+    folder: str | None = None
+    """Folder of the copies, the same on each host; null: /dev/shm, or the one for temporary files without it."""
+
+
 class StrategyConfig(Section):
     """Settings of a training run: backend, device, precision, gradient handling.
 
@@ -130,15 +142,6 @@ class StrategyConfig(Section):
     """Timeout of a collective in seconds; after it the job ends with an error."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 30.0
     """Seconds without a heartbeat after which a rank counts as stalled and the job ends; at most timeout_s."""
-    emergency_checkpoint: Literal["auto", "off"] = "auto"
-    """auto: when a rank fails while a checkpoint is open, another one saves the last complete step; off: none does."""
-    memory_every: Annotated[
-        Literal["auto"] | Annotated[int, Field(ge=0, le=10**9)],
-        Field(json_schema_extra={"allowed": "auto or an integer >= 0, <= 1000000000"}),
-    ] = "auto"
-    """Steps between copies of the state in host memory, which outlive processes; auto: 1% of the time; 0: none."""
-    memory_folder: str | None = None
-    """Folder of these copies, the same on each host; null: /dev/shm, or the one for temporary files without it."""
     metrics_port: Annotated[int, Field(ge=0, lt=2**16)] | None = None
     """Port at which rank 0 serves metrics of the job, for Prometheus and unitrain top; 0: any free one; null: none."""
     metrics_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -151,6 +154,8 @@ class StrategyConfig(Section):
     """Allow TF32 in float32 matrix products and convolutions; null: torch's setting, by default convolutions only."""
     pin_memory: bool | None = None
     """Load batches into pinned memory, for faster copies to a GPU; null: on a GPU, for what workers read."""
+    memory_copies: MemoryCopies = MemoryCopies()
+    """Copies of the state in host memory, from which a killed job resumes."""
 
     def section(self, backend: str, kind: type[SectionType]) -> SectionType:
         """Return the settings of a backend, of class ``kind``, or the defaults if there is no section for it."""
@@ -201,7 +206,10 @@ class StrategyConfig(Section):
         reasons = {
             "sync_batchnorm": (self.sync_batchnorm, "ranks have different weights within a round"),
             "local_fragments": (self.local_fragments > self.local_steps, "a step sends one fragment at most"),
-            "memory_every": (self.memory_every not in ("auto", 0), "ranks have different weights within a round"),
+            "memory_copies.every": (
+                self.memory_copies.every not in ("auto", 0),
+                "ranks have different weights within a round",
+            ),
             "shard_optimizer": (self.shard_optimizer, "each rank has an optimizer state of its own"),
             "compression": (self.compression == "powersgd", "powersgd compresses gradients: use bf16 or fp16"),
             "precision": (self.precision == "fp16", "ranks would skip different steps: use bf16"),

@@ -753,7 +753,6 @@ class Strategy:
                 self._step.end()
                 job.leave()
         finally:
-            job.wait_for_emergency_save()
             job.stopping.close()
             if self._profile is not None:
                 self._profile.close(failed=True)
@@ -772,7 +771,6 @@ class Strategy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._job.failed = self._job.failed or kind is not None
-        self._job.wait_for_emergency_save(error)
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:

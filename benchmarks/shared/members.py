@@ -199,26 +199,21 @@ class _Ranks:
             self._ranks = [other for other in self._ranks if other != rank]
         return time.monotonic()
 
-    def survive(self, step: int) -> tuple[float, float]:
-        """Do what survivors do at a verdict, and return when the last was told, and when all have ended.
+    def survive(self, step: int) -> float:
+        """Do what survivors do at a verdict, and return when the last was told.
 
-        Each reports that a collective has failed, and which state it has, and one of them saves its state.
+        Each reports that a collective has failed.
         """
         left = set(self._ranks)
-        told = ended = 0.0
+        told = 0.0
         for rank, message in self._messages(left):
-            match message:
-                case messages.Verdict():
-                    told = time.monotonic()
-                    heartbeat = messages.Heartbeat("all_reduce", step, 0.1)
-                    failed = messages.Failed("another rank has ended: " + "connection reset by peer " * 8, True)
-                    self._send(rank, heartbeat, messages.Ask(), failed, messages.Candidate(step))
-                case messages.Elect(rank=None):
-                    left.discard(rank)
-                    ended = time.monotonic()
-                case messages.Elect(rank=elected) if elected == rank:
-                    self._send(rank, messages.SaveEnded())
-        return told, ended
+            if isinstance(message, messages.Verdict):
+                told = time.monotonic()
+                heartbeat = messages.Heartbeat("all_reduce", step, 0.1)
+                failed = messages.Failed("another rank has ended: " + "connection reset by peer " * 8, True)
+                self._send(rank, heartbeat, messages.Ask(), failed)
+                left.discard(rank)
+        return told
 
     def leave(self) -> None:
         """Leave the job."""

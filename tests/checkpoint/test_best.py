@@ -64,7 +64,7 @@ def test_the_best_is_kept_until_a_better_one_is_saved(strategy: Strategy, tmp_pa
     assert torch.load(tmp_path / "best" / "model.pt")["weight"].item() == 6
     assert again.resumed(tmp_path / "best") == 6
     again.checkpoint.discard()
-    assert not [path.name for path in tmp_path.iterdir() if path.name != ".lock"]
+    assert {path.name for path in tmp_path.iterdir()} <= {".lock", "run.json"}
 
 
 def test_going_back_before_the_best_leaves_the_one_that_was_the_best_then(strategy: Strategy, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_ranks_that_do_not_agree_on_the_best_are_told_so(tmp_path: Path) -> None
     said = "save(best=...) got True on rank 0; False on rank 1: decide on a value that is the same on all ranks"
     for text, _ in run_ranks(marks, str(tmp_path / "a"), True):
         assert text.startswith(said)
-    found = [".lock", "best", "step-0000000002", "step-0000000004"]
+    found = [".lock", "best", "run.json", "step-0000000002", "step-0000000004"]
     assert run_ranks(marks, str(tmp_path / "b"), False) == [("", found)] * 2
 
 

@@ -17,7 +17,7 @@ from bare_environment import BareEnvironment
 from hosts import joined_hosts
 from needs import HOROVOD
 
-from unitrain.checkpoint.emergency import memory_store
+from unitrain.checkpoint.memory_copies import memory_store
 from unitrain.commands.doctor import command
 from unitrain.commands.doctor.command import examine
 from unitrain.commands.doctor.probes import PROBES, Finding

@@ -1,4 +1,4 @@
-"""Ranks are killed at random moments, without any periodic checkpoint: each kill costs at most the step that it met.
+"""Ranks are killed at random moments, with copies in memory only: each kill costs at most the step that it met.
 
 The job is started again by ``unitrain run`` or torchrun, with as many ranks as before or not, and comes to its end.
 """
@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
-from harness import HOROVODRUN, MPIRUN, MPIRUN_DDP, TORCHRUN, World, note, worlds
+from harness import COPIED, HOROVODRUN, MPIRUN, MPIRUN_DDP, TORCHRUN, World, note, worlds
 from lives import Killer, assert_undisturbed, begun_again, restarting, train
 
 pytestmark = [pytest.mark.launcher, pytest.mark.soak, pytest.mark.timeout(900), pytest.mark.xdist_group("slurm")]
@@ -24,7 +24,7 @@ SRUN = World("srun", "ddp")
 def test_a_kill_costs_at_most_a_step(
     world: World, plan: tuple[int, ...], tmp_path: Path, undisturbed: Path, slurm_environ: dict[str, str]
 ) -> None:
-    environ = {"UNITRAIN_BACKEND": world.backend, **(slurm_environ if world == SRUN else {})}
+    environ = {**COPIED, "UNITRAIN_BACKEND": world.backend, **(slurm_environ if world == SRUN else {})}
     killer = Killer(tmp_path, plan, random.Random(f"{world} {plan}"))
     output = train(restarting(world, tmp_path, plan), tmp_path, environ, killer.run)
 

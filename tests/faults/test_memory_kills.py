@@ -34,7 +34,7 @@ ZERO = {"UNITRAIN_SHARD_OPTIMIZER": "true"}
 @pytest.fixture
 def environ(tmp_path: Path, slurm_environ: dict[str, str]) -> Iterator[dict[str, str]]:
     memory = tmp_path / "memory"
-    yield {"UNITRAIN_MEMORY_EVERY": str(EVERY), "UNITRAIN_MEMORY_FOLDER": str(memory), **slurm_environ}
+    yield {"UNITRAIN_MEMORY_COPIES__EVERY": str(EVERY), "UNITRAIN_MEMORY_COPIES__FOLDER": str(memory), **slurm_environ}
     assert not list(memory.iterdir()), "a clean end removes the copies"
 
 

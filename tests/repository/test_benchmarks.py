@@ -94,8 +94,8 @@ def test_checkpoints(tmp_path: Path) -> None:
     found = short("checkpoints", tmp_path)
     assert len(found["stalls"]) == 6
     assert all(found["totals"][name]["seconds"] >= one["seconds"] for name, one in found["stalls"].items())
-    assert found["emergency"]
-    assert all(case["bytes"] > 4 * (64 * 64 + 64 * 10) for case in found["emergency"])
+    assert found["copies"]
+    assert all(case["bytes"] > 4 * (64 * 64 + 64 * 10) for case in found["copies"])
 
 
 @pytest.mark.launcher

@@ -19,7 +19,6 @@ REASONS = {
     "_StorageInfo": "where a piece is in a file: DCP's metadata file consists of these",
     "_amp_foreach_non_finite_check_and_unscale_": "GradScaler's kernel: one check of all gradients, on the GPU",
     "_backward_hooks": "hooks of the script move to the parameter that takes another's place",
-    "_buffers": "a buffer is read at each step, without nn.Module's lookup",
     "_compiled_call_impl": "tells whether module.compile() was called",
     "_get_iterator": "tells whether a subclass of DataLoader changes batches there, where a loader would not call it",
     "_get_layout": "as _StorageInfo: the function by which the layout of a tensor is pickled",

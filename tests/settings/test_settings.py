@@ -27,7 +27,7 @@ from unitrain.config import Section
 from unitrain.config import StrategyConfig as CommonConfig
 from unitrain.settings import OTHER_VARIABLES, dump_yaml, parse_command_line, resolve_strategy
 from unitrain.settings.keywords import StrategySettings
-from unitrain.settings.schema import Setting, dotted, flag, groups_of, variable
+from unitrain.settings.schema import Setting, dotted, flag, groups_of, is_section, variable
 
 DDPSettings: Any = load_backend("ddp").Settings
 HorovodSettings: Any = load_backend("horovod").Settings
@@ -577,6 +577,10 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "powersgd_rank": st.integers(1, 1024),
         "powersgd_start_step": st.integers(2, 10**9),
     },
+    "memory_copies": {
+        "every": st.just("auto") | st.integers(0, 10**9),
+        "folder": or_none(TEXT.filter(lambda text: text != "null")),
+    },
     "horovod": {
         "controller": st.sampled_from(["auto", "mpi", "gloo"]),
         "fusion_threshold_mb": or_none(st.floats(0, 2**20)),
@@ -610,9 +614,6 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "compression": st.sampled_from(["none", "fp16", "bf16"]),
         "timeout_s": positive(1_000_000),
         "heartbeat_timeout_s": positive(1_000_000),
-        "emergency_checkpoint": st.sampled_from(["auto", "off"]),
-        "memory_every": st.just("auto") | st.integers(0, 10**9),
-        "memory_folder": or_none(TEXT.filter(lambda text: text != "null")),
         "metrics_port": or_none(st.integers(0, 2**16 - 1)),
         "metrics_host": st.just("127.0.0.1"),
         "threads_per_process": or_none(st.integers(1, 4096)),
@@ -715,7 +716,7 @@ def test_the_documentation_has_every_other_variable() -> None:
 
 def test_the_keywords_are_the_fields() -> None:
     fields = get_type_hints(CommonConfig)
-    common = {name: fields[name] for name in CommonConfig.model_fields}
+    common = {name: fields[name] for name in CommonConfig.model_fields if not is_section(fields[name])}
     sections = dict.fromkeys(StrategyConfig.model_fields.keys() - common.keys(), Section | Mapping[str, Any])
     assert get_type_hints(StrategySettings) == common | sections
 

@@ -117,7 +117,7 @@ def is_copied(folder: Path, backend: str, killed: bool) -> list[float]:
         if killed:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with open_strategy(60, backend, memory_every=2, memory_folder=str(folder / "memory")) as strategy:
+    with open_strategy(60, backend, memory_copies={"every": 2, "folder": str(folder / "memory")}) as strategy:
         return train(strategy, folder / "run", fault)[1]
 
 

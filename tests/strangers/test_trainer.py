@@ -1,4 +1,4 @@
-"""The Trainer's section of docs/migrating/moving.md: the weights of Hugging Face's Trainer, on one process and on two."""
+"""The Trainer's section of docs/migrating/moving.md: the weights of Hugging Face's Trainer, on 1 and 2 processes."""
 
 from __future__ import annotations
 

@@ -9,15 +9,12 @@ from typing import Any
 from unitrain import rng
 from unitrain.checkpoint import metric_states
 from unitrain.checkpoint.completeness import warn_of_missing
-from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
-from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
-from unitrain.checkpoint.emergency.last_boundary import LastBoundary
-from unitrain.checkpoint.emergency.memory import Memory
+from unitrain.checkpoint.epoch_end import EpochEnd, EpochEndHook
+from unitrain.checkpoint.memory_copies.copies import Memory
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import loading
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
 from unitrain.checkpoint.sharded.saving import divided, gathered, shared_store
-from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import METRICS, RUN, Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
@@ -36,8 +33,8 @@ from unitrain.training.loop.step import TrainingStep
 class Checkpoint:
     """Saves and resumes modules, optimizers, schedulers, loaders and plain values. Made by ``strategy.checkpoint``.
 
-    ``watch`` has the state saved when another rank fails, and is None in a world of one. ``restored`` is called when
-    random number generators have been restored, which ``prepare`` must not seed any more.
+    ``watch`` is None in a world of one. ``restored`` is called when random number generators have been restored, which
+    ``prepare`` must not seed any more.
 
     Attributes:
         closed: whether ``close`` was called.
@@ -66,7 +63,6 @@ class Checkpoint:
         self._state = state
         self._step = step
         self._stopping = stopping
-        self._watch = watch
         self._restored = restored
         self._folder = Folder(store_at(folder))
         self._writer = Writer(
@@ -82,17 +78,14 @@ class Checkpoint:
         self._shared: Store | None = None  # where all ranks write, if they do
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
         self._epoch_end = EpochEndHook(state, step)
-        self._boundary: LastBoundary | None = None
         self.closed: bool = False
         communicator.on_main(lambda: self._folder.claim(state.nbytes))
         communicator.on_main(self._look)
-        self._memory = Memory(communicator, state, step, self._writer, watch, self._parts)
+        key = None if watch is None else watch.key
+        self._memory = Memory(communicator, state, step, self._writer, key, self._parts)
         if watch is not None:
-            self._prepare_for_emergencies(watch)
-        # Before the ranks are compared at the end of an epoch, where one may turn out to be gone.
-        for hook in (self._boundary, self._epoch_end):
-            if hook is not None:
-                step.hooks.add_hook(hook)
+            watch.before_restart(self._folder.release)
+        step.hooks.add_hook(self._epoch_end)
         step.hooks.add_hook(self._memory)
         stopping.listen(self)
 
@@ -100,23 +93,6 @@ class Checkpoint:
         self._unclaimed = self._writer.newest = next(iter(self._folder.steps()), None)
         if self._unclaimed is not None:
             self._stopping.request(StopReason())  # before the first step, unless resume or discard is called
-
-    def _prepare_for_emergencies(self, watch: Watch) -> None:
-        ranks, state = self._communicator, self._state
-        # Of sharded state, no rank has all. What a GPU has queued before a rank failed may still change the weights.
-        whole = not ranks.shards and ranks.device.type == "cpu" and not self._step.replicas.differ
-        if state.settings.emergency_checkpoint != "auto" or not whole:
-            return
-        store = self._folder.store
-        if not isinstance(store, Disk):  # an upload takes longer than a launcher leaves
-            if ranks.is_main and not self._memory.copies:
-                print_stderr(
-                    f"unitrain: no emergency checkpoints in {store}: they are written to folders only. If a rank "
-                    "fails, the run resumes from its last save."
-                )
-            return
-        self._boundary = LastBoundary(state, self._epoch_end, ranks.pulse)
-        watch.saver = EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members)
 
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state, or at the end of the accumulation window if one is open. Collective.
@@ -148,8 +124,6 @@ class Checkpoint:
     def _save(self, *, best: bool = False, ended: EpochEnd | None = None) -> None:
         ranks, state = self._communicator, self._state
         with ranks.pulse.within("checkpoint.save"), state.prepared.training_weights():
-            if self._boundary is not None and ended is None:
-                self._boundary.at_boundary()
             self.wait()
             if not self._is_complete and self._step.global_step:
                 self._is_complete = True
@@ -172,7 +146,7 @@ class Checkpoint:
                 if ranks.shards:
                     parts, together = self._sharded(parts)
                 ranks.on_main(lambda: self._writer.write(step, parts, together, best=best))
-            self._memory.put_off(step)
+            self._memory.saved(step)
 
     def _parts(self, random: list[dict[str, Any]], ended: EpochEnd | None = None) -> dict[str, Any]:
         """Return what a checkpoint has, given the states of each rank's random number generators. Collective."""
@@ -325,7 +299,7 @@ class Checkpoint:
         if hosts:
             newer = f"{found.manifest.step - newest} steps after the newest checkpoint in {self._folder}"
             return found.folder, f", in the memory of {hosts}: {newer}"
-        return "", ", an emergency checkpoint" if found.manifest.emergency else ""
+        return "", ""
 
     def _go_on_from(self, run: Mapping[str, Any]) -> None:
         """Restore the state of the run itself."""
@@ -350,13 +324,9 @@ class Checkpoint:
         finally:
             self.closed = True
             self._writer.close(wait=True)
-            if self._watch is not None:
-                self._watch.saver = None
             self._step.hooks.remove_hook(self._epoch_end)
             self._step.hooks.remove_hook(self._memory)
             self._memory.abandon()
-            if self._boundary is not None:
-                self._step.hooks.remove_hook(self._boundary)
             self._stopping.close()
 
     def abandon(self) -> None:

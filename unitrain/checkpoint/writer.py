@@ -52,8 +52,7 @@ class Background:
 
     def run(self, state: Any, write: Callable[[Any], None]) -> Future[None]:
         """Start to write a snapshot of a state, once the one before is written."""
-        if self.under_way is not None:
-            wait([self.under_way])
+        self.wait()
         self._snapshot = snapshot(state, self._snapshot)
         self.under_way = writing = self._thread.submit(write, self._snapshot)
         _writing.add(writing)
@@ -64,6 +63,11 @@ class Background:
     def busy(self) -> bool:
         """Whether something is being written."""
         return self.under_way is not None and not self.under_way.done()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self.under_way is not None:
+            wait([self.under_way])
 
     def close(self, *, wait: bool) -> None:
         """End the thread, after what is under way, which is waited for if ``wait`` is set."""
@@ -199,7 +203,8 @@ def _copy(value: Any, before: Any, devices: set[torch.device]) -> Any:
         return {key: _copy(item, by_key.get(key), devices) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         in_order = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [None] * len(value)
-        return type(value)(_copy(item, its, devices) for item, its in zip(value, in_order, strict=True))
+        items = [_copy(item, earlier, devices) for item, earlier in zip(value, in_order, strict=True)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a NamedTuple takes them apart
     return copy.deepcopy(value)
 
 

@@ -328,7 +328,7 @@ class Loader:
             "length": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
             "fingerprint": fingerprint(self.dataset),
             "global_batch_size": self.global_batch_size,
-            # With the epoch that it is of: an emergency checkpoint may have the position of the previous one.
+            # With the epoch that it is of: at the end of an epoch, the position may be the previous one's.
             "order": [self._epoch, drawn] if drawn else None,
             "sorted": self._sorted,
             **self._source.seeks(self._epoch, position["steps"]),

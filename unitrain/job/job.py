@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 # A library's error about another rank's death may arrive before the hub's verdict on that rank.
 CAUSE_S = 3.0
-# A verdict on a rank that has died comes at once, before a script's context managers are left.
-_VERDICT_S = 0.5
 _current: Job | None = None
 
 
@@ -129,14 +127,6 @@ class Job:
                 return True
             error = error.__cause__ or error.__context__
         return False
-
-    def wait_for_emergency_save(self, error: BaseException | None = None) -> None:
-        """Let this process stay as it is until an emergency checkpoint is saved, if the job is ending.
-
-        If another rank's failure has caused ``error``, which ends this process, the job's end is waited for.
-        """
-        if self.watch is not None and self.watch.saver is not None:
-            self.watch.wait_for_end(_VERDICT_S if self.is_secondary(error) else 0.0)
 
     def leave(self) -> None:
         """Leave the job, after every rank has reached its end."""

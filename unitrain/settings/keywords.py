@@ -40,15 +40,13 @@ class StrategySettings(TypedDict, total=False):
     debug: bool
     timeout_s: float
     heartbeat_timeout_s: float
-    emergency_checkpoint: Literal["auto", "off"]
-    memory_every: Literal["auto"] | int
-    memory_folder: str | None
     metrics_port: int | None
     metrics_host: str
     threads_per_process: int | None
     cudnn_benchmark: bool | None
     tf32: bool | None
     pin_memory: bool | None
+    memory_copies: Section | Mapping[str, Any]
     # The only place in the core that names backends, and only for type checkers. PEP 728's extra_items could declare
     # any other keyword to be a section, but mypy does not support it yet. Settings of a plug-in type-check in a
     # ``dict[str, Any]``, as in ``init(**{...})``, or in a StrategyConfig.

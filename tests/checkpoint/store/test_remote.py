@@ -107,7 +107,7 @@ def test_a_run_is_saved_kept_and_resumed(strategy: Strategy, url: str, backgroun
         again.checkpoint.wait()
     assert again.resumed() == 5
     again.checkpoint.discard()
-    assert objects(url) == [".lock"]
+    assert objects(url) == [".lock", "run.json"]
     assert not again.checkpoint.resume()
 
 

@@ -69,7 +69,7 @@ def test_training_goes_on_while_a_server_is_slow(url: str, server: S3Server) -> 
 
 
 def lose_the_server(url: str, server: int) -> str:
-    with unitrain.init(backend="ddp", device="cpu", memory_every=0) as strategy:
+    with unitrain.init(backend="ddp", device="cpu") as strategy:
         run = Run(strategy, url)
         run.step()
         if strategy.is_main:
@@ -86,7 +86,7 @@ def lose_the_server(url: str, server: int) -> str:
 
 
 def test_a_server_that_dies_within_an_upload_is_an_error_on_every_rank(
-    url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying = S3Server()
     try:
@@ -95,7 +95,6 @@ def test_a_server_that_dies_within_an_upload_is_an_error_on_every_rank(
         said = run_ranks(lose_the_server, url, dying.pid)
     finally:
         dying.kill()
-    assert capfd.readouterr().out.count(f"unitrain: no emergency checkpoints in {url}: ") == 1, "nor copies in memory"
     assert said[0] == said[1]
     assert url in said[0]
     assert "ConnectionError" in said[0] or "ConnectionClosedError" in said[0]  # refused, or cut within a request

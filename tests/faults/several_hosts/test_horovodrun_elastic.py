@@ -18,7 +18,7 @@ from typing import TypeVar
 import psutil
 import pytest
 from cluster import Cluster, cluster
-from harness import PROGRAM, TIMEOUT_S, World, assert_same_training, run
+from harness import COPIED, PROGRAM, TIMEOUT_S, World, assert_same_training, run
 from host_commands import blocks_for, host_commands, on_hosts
 from lives import EPOCHS, PHASES, assert_undisturbed, begun_again, lives, ranks
 from places import TESTS
@@ -39,7 +39,7 @@ asking = server.accept()
 print("asked", flush=True)
 time.sleep(1000)
 """
-QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "5", "UNITRAIN_TIMEOUT_S": "40"}
+QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "5", "UNITRAIN_TIMEOUT_S": "40", **COPIED}
 
 
 def cluster_test(test: Test) -> Test:
@@ -129,10 +129,9 @@ class OnTwoNames(World):
 
 @pytest.mark.soak
 def test_a_rank_is_lost(tmp_path: Path, alone: Path) -> None:
-    end = run(OnTwoNames("horovodrun", "horovod"), tmp_path, fault="kill:0:8")
+    end = run(OnTwoNames("horovodrun", "horovod"), tmp_path, fault="kill:0:8", environ=COPIED)
     assert end.job.code == 0, end.job.output
-    assert "unitrain: emergency checkpoint: rank 1 has saved the state after step 8" in end.job.output
-    assert end.job.output.count("began after step 8") == 1
+    assert end.job.output.count("began after step 7") == 1, end.job.output
     assert_same_training(tmp_path, alone)
 
 
@@ -160,7 +159,7 @@ def test_a_host_is_lost_and_another_added(lost: str, hosts: Cluster, tmp_path: P
     job.set_hosts("node2:1")
     job.train_on(1)
     output = job.output()
-    assert output.count("unitrain: emergency checkpoint: ") == 1, output
+    assert re.search(r"resumed after step \d+, from .*, in the memory of", output), output
     assert output.count("unitrain: hosts have changed: stopped after step ") == 2, output
     again = begun_again(tmp_path)
     assert again[0] <= 1, output

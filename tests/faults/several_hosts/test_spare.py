@@ -26,7 +26,13 @@ STEPS = 40
 START, AGAIN = (block.text for block in blocks_for(Path(__file__)))
 HOSTS = ("node0", "node1", "node2")
 # The settings of these tests, which mpirun takes to other hosts only if they are named.
-PASSED = ("PATH", "UNITRAIN_BACKEND", "UNITRAIN_MEMORY_EVERY", "UNITRAIN_TIMEOUT_S", "UNITRAIN_HEARTBEAT_TIMEOUT_S")
+PASSED = (
+    "PATH",
+    "UNITRAIN_BACKEND",
+    "UNITRAIN_MEMORY_COPIES__EVERY",
+    "UNITRAIN_TIMEOUT_S",
+    "UNITRAIN_HEARTBEAT_TIMEOUT_S",
+)
 # Needs no torch: it notes the host on which it runs as rank 1, and ends once it is the only rank.
 NOTES_HOSTS = """
 import os, socket, sys, time
@@ -101,7 +107,7 @@ def test_a_host_is_lost(backend: str, how: Callable[[Cluster, int], None], tmp_p
     """With sharded parameters, only the next host has a copy of what the lost one had."""
     (tmp_path / "cluster").mkdir()
     write_start(tmp_path, processes=2)
-    environ = {**AS_ROOT, "UNITRAIN_MEMORY_EVERY": "1", "UNITRAIN_BACKEND": backend}
+    environ = {**AS_ROOT, "UNITRAIN_MEMORY_COPIES__EVERY": "1", "UNITRAIN_BACKEND": backend}
     with impatient_cluster(tmp_path / "cluster", len(HOSTS)) as hosts:
         job = Elastic(hosts, tmp_path, shlex.split(AGAIN), environ, STEPS)
         lost = 3 if backend == "fsdp" else 1

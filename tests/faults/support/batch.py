@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import PROGRAM, assert_same_training, notes, train_alone
+from harness import COPIED, PROGRAM, assert_same_training, notes, train_alone
 from page_blocks import blocks
 from places import ROOT
 from slurm import Slurm, local_slurm, slurm_missing
@@ -75,6 +75,7 @@ def environ(slurm: Slurm) -> dict[str, str]:
         "TESTS_PAUSE": str(PAUSE_S),
         "UNITRAIN_TIMEOUT_S": "120",
         "UNITRAIN_BACKEND": "ddp",
+        **COPIED,
     }
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 from cluster import Cluster, cluster
-from harness import PROGRAM, assert_same_training, assert_same_weights
+from harness import COPIED, PROGRAM, assert_same_training, assert_same_weights
 
 STEPS = 70
-ENVIRON = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "4", "UNITRAIN_TIMEOUT_S": "40", "TESTS_PAUSE": "0.3"}
+ENVIRON = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "4", "UNITRAIN_TIMEOUT_S": "40", "TESTS_PAUSE": "0.3", **COPIED}
 PATIENCE_S = 120.0
 
 

@@ -35,6 +35,8 @@ BY_HAND = TESTS / "faults" / "programs" / "by_hand.py"
 STEPS = 40
 HEARTBEAT_S, TIMEOUT_S = 3.0, 8.0
 QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_S), "UNITRAIN_TIMEOUT_S": str(TIMEOUT_S)}
+COPIED = {"UNITRAIN_MEMORY_COPIES__EVERY": "1"}
+"""The settings of a run that copies its state in memory after each step."""
 _HAS_HOROVOD = find_spec("horovod") is not None
 
 
@@ -242,12 +244,15 @@ def samples(folder: Path) -> list[tuple[int, int]]:
 
 @pytest.fixture(scope="session")
 def kills(tmp_path_factory: pytest.TempPathFactory) -> Kills:
-    """Return a function that kills rank 1 of a job after step 8, once in each world, and returns end and folder."""
+    """Return a function that kills rank 1 of a job after step 8, once in each world, and returns end and folder.
+
+    There is a copy in memory of each step but the last.
+    """
 
     @cache
     def kill(world: World) -> tuple[End, Path]:
         folder = tmp_path_factory.mktemp("killed")
-        return run(world, folder, fault="kill:1:8"), folder
+        return run(world, folder, fault="kill:1:8", environ=COPIED), folder
 
     return kill
 

@@ -22,10 +22,10 @@ KILLS = (
 )
 
 SURVIVED = (
-    "In jobs with checkpoints of survivors only, {} ranks were killed under {}, at the start, in "
-    "loading, forward, backward, averaging, optimizer and evaluation, and between epochs. Every job finished without "
-    "help, with 1 to 3 ranks in each start, and repeated at most {} step after each kill. Each sample was used once an "
-    "epoch, and the weights equalled one process's, to 1e-9."
+    "In jobs with a copy in memory after each step and no other checkpoint, {} ranks were killed under {}, at the "
+    "start, in loading, forward, backward, averaging, optimizer and evaluation, and between epochs. Every job finished "
+    "without help, with 1 to 3 ranks in each start, and repeated at most {} step after each kill. Each sample was used "
+    "once an epoch, and the weights equalled one process's, to 1e-9."
 )
 WALKS = (
     "Random walks changed launcher, backend (ddp, horovod, fsdp, ZeRO-1) and the number of ranks (1 to 4) at each "
@@ -35,7 +35,7 @@ WALKS = (
 
 
 def survived(ends: list[dict[str, Any]]) -> str:
-    """Return what the survivors of kills have saved."""
+    """Return what kills have cost."""
     latest = {(end["world"], *end["plan"]): end for end in ends if "killed" in end}.values()
     worlds = ", ".join(sorted({end["world"] for end in latest}))
     again = max(max(end["again"]) for end in latest)

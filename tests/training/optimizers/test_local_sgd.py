@@ -332,7 +332,7 @@ def test_what_a_signal_saves_in_an_evaluation_within_a_round(tmp_path: Path) -> 
     ("settings", "name"),
     [
         ({"sync_batchnorm": True}, "sync_batchnorm"),
-        ({"memory_every": 2}, "memory_every"),
+        ({"memory_copies": {"every": 2}}, "memory_copies.every"),
         ({"shard_optimizer": True}, "shard_optimizer"),
         ({"compression": "powersgd"}, "compression"),
         ({"precision": "fp16"}, "precision"),

@@ -51,7 +51,6 @@ class Manifest(BaseModel):
     config: dict[str, Any]  # the script's settings
     files: dict[FileName, Described]
     best: Annotated[int, Field(ge=0)] | None = None  # the step of the best checkpoint, when this one was saved
-    emergency: bool = False  # whether it is an emergency checkpoint
     life: Annotated[int, Field(ge=0)] = 0  # which start of the run has written it, if the run keeps copies in memory
 
 

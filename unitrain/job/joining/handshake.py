@@ -41,7 +41,8 @@ def handshake(communicator: Communicator, config: StrategyConfig, backend: type[
 def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
     """Return what must be the same on all ranks, by the name that the error message uses."""
     # The section of another backend is missing on hosts where that backend is not installed.
-    others = {name for name, value in config if isinstance(value, Section) and name != backend.name}
+    common = {*StrategyConfig.model_fields, backend.name}
+    others = {name for name, value in config if isinstance(value, Section) and name not in common}
     settings = config.model_dump(mode="json", exclude={*_OWN_SETTINGS, *others})
     script = Path(sys.argv[0]) if sys.argv else Path()
     package, backend_file = (Path(str(sys.modules[name].__file__)) for name in ("unitrain", backend.__module__))

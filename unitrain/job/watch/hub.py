@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from heapq import nsmallest
 from itertools import islice, pairwise
 
 from unitrain.job.watch import messages
-from unitrain.job.watch.emergency import Election
 from unitrain.job.watch.messages import Message, StopReason, Verdict
 from unitrain.pulse import CLOSING, ITERATION
 
@@ -66,7 +64,6 @@ class Hub:
         heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
         send: sends a message to a rank, or to all (None).
         now: the current time in seconds, as in all calls.
-        election_s: seconds that ranks have to report their states after the verdict.
     """
 
     def __init__(
@@ -77,15 +74,12 @@ class Hub:
         heartbeat_timeout_s: float,
         send: Callable[[int | None, Message], None],
         now: float,
-        election_s: float = 10.0,
     ) -> None:
         self._members = members
         self._timeout_s, self._heartbeat_timeout_s = timeout_s, heartbeat_timeout_s
         self._send = send
         self._heard_at = dict.fromkeys(range(len(members)), now)
-        self._checked_at = self._now = now
-        self._election_s = election_s
-        self._election: Election | None = None
+        self._checked_at = now
         self._heartbeats: dict[int, messages.Heartbeat] = {}
         self._present = dict.fromkeys(self._heard_at)  # a set, in the order of the ranks
         self._busy = set(self._present)  # the ranks that do not wait for others
@@ -103,7 +97,7 @@ class Hub:
 
     def receive(self, rank: int, message: Message, now: float) -> None:
         """Process a message from a rank."""
-        self._heard_at[rank] = self._now = now
+        self._heard_at[rank] = now
         match message:
             case messages.Heartbeat():
                 self._take_heartbeat(rank, message)
@@ -128,8 +122,6 @@ class Hub:
                     self._reasons.pop(0)
                     if self._reasons:
                         self._hold()
-            case messages.Candidate() | messages.SaveEnded() if self._election is not None:
-                self._election.receive(rank, message)
             case messages.Leave():
                 self._remove(rank)
 
@@ -167,15 +159,10 @@ class Hub:
         """Process the end of a rank's connection."""
         if rank in self._present:
             self._remove(rank)
-            if self._election is not None:
-                self._election.gone(rank)
             self._decide(rank, f" {SILENT_END}")
 
     def check(self, now: float) -> None:
         """Check for stalled ranks, and for waits that exceed the timeout."""
-        self._now = now
-        if self._election is not None:
-            self._election.check(now)
         asleep, self._checked_at = now - self._checked_at, now
         if asleep > self._heartbeat_timeout_s / 2:  # this process was suspended itself, and perhaps the whole job
             self._heard_at = dict.fromkeys(self._heard_at, now)
@@ -202,7 +189,7 @@ class Hub:
         if error.secondary:
             self._decide_on_wait(rank, error.text)
         else:
-            self._decide(rank, f": {error.text}", on_all_ranks=error.on_all_ranks, raised=True)
+            self._decide(rank, f": {error.text}", on_all_ranks=error.on_all_ranks)
 
     def _decide_on_wait(self, rank: int, text: str) -> None:
         """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""
@@ -258,14 +245,9 @@ class Hub:
                 "same order",
             )
 
-    def _decide(
-        self, rank: int, text: str, *, stalled: bool = False, on_all_ranks: bool = False, raised: bool = False
-    ) -> None:
+    def _decide(self, rank: int, text: str, *, stalled: bool = False, on_all_ranks: bool = False) -> None:
         if self.verdict is None:
-            text = f"{self._members[rank]}{text}"
-            self.verdict = Verdict(rank, text, stalled, on_all_ranks, raised)
-            survivors = [other for other in self._present if other != rank]
-            self._election = Election(survivors, partial(self._send, None), self._now + self._election_s)
+            self.verdict = Verdict(rank, f"{self._members[rank]}{text}", stalled, on_all_ranks)
             self._send(None, self.verdict)
 
     def _activity(self, rank: int) -> str:

@@ -45,7 +45,6 @@ class HubServer(threading.Thread):
         timeout_s: float,
         heartbeat_timeout_s: float,
         one_host: bool,
-        election_s: float = 10.0,
         observe: Observe = None,
     ) -> None:
         super().__init__(name="unitrain hub", daemon=True)
@@ -58,9 +57,8 @@ class HubServer(threading.Thread):
         self._observe = observe
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._make_hub = partial(
-            Hub, members, send=self._send,
-            timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, election_s=election_s,
-        )  # fmt: skip
+            Hub, members, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, send=self._send
+        )
 
     def run(self) -> None:
         """Connect to all ranks, and run the hub until all have left."""

@@ -144,8 +144,6 @@ class Verdict:
     """Whether the process still exists, but sends no heartbeat."""
     on_all_ranks: bool = False
     """As in ``Failed``."""
-    raised: bool = False
-    """Whether the rank has raised an error, and still runs."""
 
 
 @dataclass(frozen=True)
@@ -155,33 +153,9 @@ class Notice:
     text: str
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """From a process, after the verdict: the last step that it has the whole state of."""
-
-    step: int | None
-    """None if it has none, or saves none."""
-    why: str = ""
-    """Why it has none, if that is worth a word."""
-
-
-@dataclass(frozen=True)
-class Elect:
-    """From the hub: this rank saves its state. None: nobody does any more, and all end."""
-
-    rank: int | None
-    why: str = ""
-    """Why nobody has, if that is worth a word."""
-
-
-@dataclass(frozen=True)
-class SaveEnded:
-    """From a process: it has saved its state, or could not."""
-
-
 Message = (
     Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | NextBoundary
-    | Stop | Settled | Leave | Verdict | Notice | Candidate | Elect | SaveEnded
+    | Stop | Settled | Leave | Verdict | Notice
 )  # fmt: skip
 
 _ADAPTERS: dict[str, TypeAdapter[Message]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Message)}

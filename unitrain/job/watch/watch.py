@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import TypeVar
 
@@ -20,7 +20,6 @@ from unitrain.job.elastic import end_for_others
 from unitrain.job.watch import messages
 from unitrain.job.watch.admission import introduce
 from unitrain.job.watch.boundaries import Boundaries
-from unitrain.job.watch.emergency import Emergency, Saver, election_s, grace_s
 from unitrain.job.watch.hub import SILENT_END, Member, heartbeat_interval_s
 from unitrain.job.watch.hub_server import HubServer, Observe
 from unitrain.job.watch.link import Link
@@ -35,10 +34,6 @@ _CLOSE_S = 5.0
 _ANSWER_S = 2.0
 # What a process does for longer than this is reported with its line in the script.
 _LONG_S = 1.0
-# How often the end of an emergency checkpoint is looked for.
-_POLL_S = 0.02
-# A rank that is ending with an error waits a little longer for the others than they may take.
-_AFTER_THE_OTHERS_S = 1.0
 
 
 class Watch:
@@ -50,7 +45,6 @@ class Watch:
     Attributes:
         members: all processes of the job, by rank.
         key: the job's key.
-        saver: writes an emergency checkpoint when the job fails; None if none is to be written.
     """
 
     def __init__(
@@ -63,11 +57,9 @@ class Watch:
         key: bytes,
         observe: Observe,
     ) -> None:
-        self.saver: Saver | None = None
         self.key: bytes = key
         self._launch = launch
         self._one_host = launch.local_world_size == communicator.world_size
-        self._grace_s = grace_s(launch)  # that an emergency checkpoint may take
         self._pulse = communicator.pulse
         self._is_observed = config.metrics_port is not None
         self._boundaries = boundaries
@@ -81,9 +73,8 @@ class Watch:
         self._verdict: Verdict | None = None
         self._answer: messages.Answer | messages.CallsAgree | None = None
         self._ending = False
-        self._own_error = False
-        self._over = threading.Event()
         self._left = False
+        self._release: Callable[[], None] | None = None
         self._script_thread = threading.get_ident()
         self._state, self._since, self._blocked_since = ("", 0, 0), 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="unitrain watch", daemon=True)
@@ -100,7 +91,7 @@ class Watch:
             nonlocal server
             server = HubServer(
                 self.members, key, timeout_s=self._timeout_s, heartbeat_timeout_s=self._heartbeat_timeout_s,
-                one_host=self._one_host, election_s=election_s(self._grace_s), observe=observe,
+                one_host=self._one_host, observe=observe,
             )  # fmt: skip
             server.start()
             return ["127.0.0.1"] if self._one_host else own_addresses(), server.port
@@ -126,11 +117,9 @@ class Watch:
             secondary: as in ``messages.Failed``.
             on_all_ranks: as in ``messages.Failed``.
         """
-        self._own_error = not secondary
         with self._changed:
             known = self._verdict is not None
         if known and not self._ending:  # the watch's thread is about to end the process
-            self._over.wait(self._grace_s)
             time.sleep(_CLOSE_S)
         with self._changed:
             self._ending = True
@@ -140,19 +129,16 @@ class Watch:
             self._link.send(messages.Failed(text, secondary, on_all_ranks))
             with self._changed:
                 self._changed.wait_for(lambda: self._verdict is not None, _ANSWER_S)
-        self.wait_for_end()
         return self._verdict
 
-    def wait_for_end(self, patience_s: float = 0.0) -> None:
-        """Wait until the job has ended, if it is ending: this process, or another one, may save its state meanwhile.
+    def before_restart(self, release: Callable[[], None]) -> None:
+        """Call a function before this process is run again in another world, by ``unitrain.job.elastic``.
 
-        Wait ``patience_s`` seconds first for a verdict.
+        Args:
+            release: releases what the rank holds, such as the lock of a folder: the restarted process has the same id,
+                and may have another rank. It is called in the watch's thread.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._verdict is not None, patience_s):
-                return
-        if self.saver is not None:
-            self._over.wait(self._grace_s + _AFTER_THE_OTHERS_S)
+        self._release = release
 
     def whereabouts(self) -> str:
         """Return what the ranks that this one waits for are doing, or an empty string if rank 0 does not answer."""
@@ -206,12 +192,12 @@ class Watch:
                 message = self._link.receive()
                 if message is None:
                     if not self._left:
-                        self._decide(Verdict(0, f"{self.members[0]} {SILENT_END}"), has_hub=False)
+                        self._decide(Verdict(0, f"{self.members[0]} {SILENT_END}"))
                     return
                 self._receive(message)
             elif now - heard_at > self._heartbeat_timeout_s:
                 silence = f"sent no heartbeat for {now - heard_at:.0f} s"
-                self._decide(Verdict(0, f"{self.members[0]} {silence}", stalled=True), has_hub=False)
+                self._decide(Verdict(0, f"{self.members[0]} {silence}", stalled=True))
 
     def _send_heartbeat(self) -> None:
         pulse, now = self._pulse, time.monotonic()
@@ -244,18 +230,15 @@ class Watch:
             case messages.Leave():
                 self._left = True
 
-    def _decide(self, verdict: Verdict, *, has_hub: bool = True) -> None:
+    def _decide(self, verdict: Verdict) -> None:
         """End this process because of the verdict, which is its own if there is no hub any more."""
         rank, culprit = verdict.rank, self.members[verdict.rank]
         with self._changed:
             self._verdict = verdict
             self._changed.notify_all()
-        if self.saver is not None and not verdict.on_all_ranks:
-            self._survive(verdict, self.saver, has_hub=has_hub)
-        if self.saver is not None and self._launch.elastic:
-            self.saver.release()
+        if self._release is not None and self._launch.elastic:
+            self._release()
         ending = self._ending
-        self._over.set()
         if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:
             neighbours = [m.rank for m in self.members if m.host == culprit.host and m.rank != rank]
             kill_stalled(culprit.pid, culprit.started, aborts=self._me.rank == neighbours[0])
@@ -268,32 +251,3 @@ class Watch:
             print_stacks(f"unitrain: stacks of {self._me} when the job was ended because of it:")
             exit_now(1, line)
         end_for_others(self._launch, line)
-
-    def _survive(self, verdict: Verdict, saver: Saver, *, has_hub: bool) -> None:
-        """Return when this rank or another has written an emergency checkpoint, or there is none to write."""
-        until = time.monotonic() + self._grace_s
-        emergency = None
-        if verdict.rank != self._me.rank:
-            emergency = Emergency(saver, self._link.send, self._grace_s, lambda: self._own_error, verdict)
-        while time.monotonic() < until:
-            if not has_hub:
-                # It was rank 0's. Without it, each rank that has a whole state tries, and the first to begin goes on.
-                if emergency is None or emergency.over.wait(_POLL_S):
-                    self._say_why(1, "" if emergency is None else emergency.why)
-                    return
-                emergency.elect(True)
-            elif wait([self._link.fileno()], _POLL_S):
-                message = self._link.receive()
-                has_hub = message is not None
-                if isinstance(message, messages.Elect):
-                    if message.rank is None:
-                        self._say_why(0, message.why)
-                        return
-                    if emergency is not None:
-                        emergency.elect(message.rank == self._me.rank)
-        if emergency is not None and emergency.elected:
-            self._say_why(self._me.rank, f"rank {self._me.rank} had not written it after {self._grace_s:g} s")
-
-    def _say_why(self, rank: int, why: str) -> None:
-        if why and self._me.rank == rank:
-            print_stderr(f"unitrain: no emergency checkpoint: {why}.")

@@ -1,7 +1,7 @@
 """Copies of a run's state in the memory of its hosts, every few steps: they outlive the processes.
 
-``resume`` finds the newest complete one if it is newer than the folder's newest checkpoint. Where a survivor can't save
-the last step (sharded state, accelerators, URLs), this is what a failure leaves.
+``resume`` finds the newest complete one if it is newer than the folder's newest checkpoint. So a crash costs at most
+the steps since the last copy.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 from uuid import uuid4
 
 from unitrain import rng
-from unitrain.checkpoint.emergency.memory_store import NOTE, MemoryStore
-from unitrain.checkpoint.emergency.neighbour import Neighbour
+from unitrain.checkpoint.memory_copies.memory_store import NOTE, MemoryStore
+from unitrain.checkpoint.memory_copies.neighbour import Neighbour
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.dcp import Layout
 from unitrain.checkpoint.sharded.saving import Shards, divided, write_shards
-from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import METRICS, DamagedError, Located
 from unitrain.checkpoint.store.store import folder_name
@@ -28,7 +27,6 @@ from unitrain.checkpoint.writer import Background, Writer
 from unitrain.communication.communicator import Communicator
 from unitrain.data.structure import tensors
 from unitrain.errors import CheckpointError
-from unitrain.job.watch.watch import Watch
 from unitrain.process import print_stderr
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.step import TrainingStep
@@ -43,6 +41,7 @@ _PART_OF_ROOM = 4
 class Memory(StepHook):
     """Copies the state at boundaries, and finds what an earlier start of the run has copied.
 
+    ``key`` is the job's, with which hosts prove to each other that they belong to it; None in a world of one.
     ``collect`` returns the states to save, given those of each rank's random number generators. Collective.
     """
 
@@ -54,7 +53,7 @@ class Memory(StepHook):
         state: RunState,
         step: TrainingStep,
         writer: Writer,
-        watch: Watch | None,
+        key: bytes | None,
         collect: Callable[[list[Any]], dict[str, Any]],
     ) -> None:
         self._ranks = ranks
@@ -62,13 +61,11 @@ class Memory(StepHook):
         self._step = step
         self._writer = writer
         self._folder: Folder = writer.folder
-        self._watch = watch
+        self._key = key
         self._collect = collect
-        self._every = state.settings.memory_every
-        remote = ranks.world_size > 1 and not isinstance(self._folder.store, Disk)
-        needed = ranks.shards or ranks.device.type != "cpu" or remote
-        needed = needed and not step.replicas.differ
-        self.copies: bool = needed if self._every == "auto" else self._every > 0
+        self._every = state.settings.memory_copies.every
+        # Within a round of local SGD, no rank has the weights of all.
+        self.copies: bool = not step.replicas.differ if self._every == "auto" else self._every > 0
         if self._every == 0 and ranks.is_main:
             with suppress(OSError, CheckpointError):
                 self._folder.store.remove(_ID)  # what is in memory is not to come back later
@@ -79,6 +76,7 @@ class Memory(StepHook):
         self._next = self._steps = 1 if self._every == "auto" else int(self._every)
         self._last: tuple[int, float] | None = None  # the step of the last copy, and when it was made
         self._cost_s = 0.0  # what that took
+        self._unwritten = False  # it may not be complete yet, and is to be before ``every`` steps are made
         self._newest = self._kept = ""  # the last copy, and the last that is known to be complete
         self._why = ""  # the last one failed on this rank
         self._begin()
@@ -110,12 +108,17 @@ class Memory(StepHook):
 
     def go_on(self, step: int, copy: str) -> None:
         """Continue after the step of a copy, or of a checkpoint if ``copy`` is "". Collective."""
-        self._kept, self._newest, self._last = copy, "", None
+        self._kept, self._newest, self._last, self._unwritten = copy, "", None, False
         if self._background is not None:  # its copies of later steps are another branch's
             self._begin()
-        self.put_off(step)
+        self._put_off(step)
 
-    def put_off(self, step: int) -> None:
+    def saved(self, step: int) -> None:
+        """Record that a checkpoint of a step is being written: the next copy is later, unless steps are counted."""
+        if self._every == "auto":
+            self._put_off(step)
+
+    def _put_off(self, step: int) -> None:
         """Record that a step needs no copy."""
         if self.copies:
             self._next = step + self._steps - (0 if self._every == "auto" else step % self._steps)
@@ -142,14 +145,24 @@ class Memory(StepHook):
     def _meet(self) -> MemoryStore:
         if self._store is None:
             location = self._ranks.on_main(lambda: self._folder.store.location)
-            self._store = MemoryStore(self._ranks, location, self._state.settings.memory_folder)
+            self._store = MemoryStore(self._ranks, location, self._state.settings.memory_copies.folder)
         return self._store
 
     def at_boundary(self) -> None:
         """Copy the state if it is time to."""
-        if self.copies and self._step.global_step >= self._next:
+        if not self.copies:
+            return
+        step = self._step.global_step
+        if step >= self._next:
             with self._ranks.pulse.within("a copy in memory"), self._state.prepared.training_weights():
                 self._copy()
+        # With a number of steps, no rank begins one that would be lost in addition.
+        if self._unwritten and self._last is not None and step + 1 >= self._last[0] + int(self._every):
+            with self._ranks.pulse.within("a copy in memory"):
+                self._unwritten = False
+                if self._background is not None:
+                    self._background.wait()
+                self._ranks.barrier()
 
     def _copy(self) -> None:
         ranks, step, began = self._ranks, self._step.global_step, time.perf_counter()
@@ -161,7 +174,7 @@ class Memory(StepHook):
             return
         if self._every == "auto":
             self._steps = steps_between(max(ratio for _, _, ratio, *_ in answers))
-        self.put_off(step)
+        self._put_off(step)
         if any(answer[0] for answer in answers):
             return
         if self._newest:
@@ -185,8 +198,12 @@ class Memory(StepHook):
         note = {"run": self._run, "step": step, "saved": answers[0][3], "writers": writers}
         note["about"] = self._state.about(None)
         name, kept = self._newest, self._kept
-        self._background.run(state, lambda copied: self._write(name, kept, part, copied, shards, note))
+        try:
+            self._background.run(state, lambda copied: self._write(name, kept, part, copied, shards, note))
+        except Exception as error:  # a state may have anything in it
+            self._why = f"rank {ranks.rank} on {store.host[ranks.rank]} can't copy its state: {error}"
         self._cost_s, self._last = time.perf_counter() - began, (step, time.perf_counter())
+        self._unwritten = self._every != "auto"
 
     def _off(self, why: str) -> bool:
         """Make no more copies if there is a reason."""
@@ -213,11 +230,11 @@ class Memory(StepHook):
         if needed > room / _PART_OF_ROOM:
             why = (
                 f"{store.host[ranks.rank]} would keep {needed} bytes, and several copies, where {room} are free "
-                f"({store.disk}; memory_folder may name another folder)"
+                f"({store.disk}; memory_copies.folder may name another folder)"
             )
         why = next(filter(None, ranks.all_gather_data(why)), "")
-        if not why and several and self._watch is not None:
-            self._neighbour = Neighbour(ranks, store, self._watch.key, self._state.settings.timeout_s)
+        if not why and several and self._key is not None:
+            self._neighbour = Neighbour(ranks, store, self._key, self._state.settings.timeout_s)
         return why
 
     def _write(

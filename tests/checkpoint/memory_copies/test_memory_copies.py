@@ -20,9 +20,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.checkpoint.emergency import memory_store
-from unitrain.checkpoint.emergency.memory import steps_between
-from unitrain.checkpoint.emergency.memory_store import MemoryStore
+from unitrain.checkpoint.memory_copies import memory_store
+from unitrain.checkpoint.memory_copies.copies import steps_between
+from unitrain.checkpoint.memory_copies.memory_store import MemoryStore
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.errors import UnitrainError
@@ -31,14 +31,14 @@ STEPS, EVERY = 12, 3
 KINDS: dict[str, dict[str, Any]] = {
     "fsdp": {"backend": "fsdp"},
     "zero": {"backend": "ddp", "shard_optimizer": True},
-    "ddp": {"backend": "ddp", "emergency_checkpoint": "off"},
+    "ddp": {"backend": "ddp"},
 }
 
 
 def train(folder: Path, killed: tuple[int, int] | None, settings: dict[str, Any], resumes: Any = True) -> Any:
     """Train to the end, or until a rank is killed after a step. Return the first step, and all weights."""
-    memory = {"memory_every": EVERY, "memory_folder": str(folder / "memory")}
-    with unitrain.init(precision="fp64", device="cpu", timeout_s=30, **{**memory, **settings}) as strategy:
+    settings = {"memory_copies": {"every": EVERY, "folder": str(folder / "memory")}, **settings}
+    with unitrain.init(precision="fp64", device="cpu", timeout_s=30, **settings) as strategy:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -77,8 +77,8 @@ def copies(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    found = run_ranks(train, tmp_path_factory.mktemp("undisturbed"), None, {**KINDS["ddp"], "memory_every": 0})
-    weights: torch.Tensor = found[0][2]
+    settings = {**KINDS["ddp"], "memory_copies": {"every": 0}}
+    weights: torch.Tensor = run_ranks(train, tmp_path_factory.mktemp("undisturbed"), None, settings)[0][2]
     return weights
 
 
@@ -138,7 +138,7 @@ def test_a_copy_of_a_run_that_was_discarded(tmp_path: Path) -> None:
 def test_one_that_is_damaged_or_incomplete_is_left_for_the_one_before(
     name: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fail(tmp_path, (1, 4), {**ZERO, "memory_every": 1})
+    fail(tmp_path, (1, 4), {**ZERO, "memory_copies": {"every": 1, "folder": str(tmp_path / "memory")}})
     before, newest = copies(tmp_path)[-2:]
     [damaged] = tmp_path.glob(f"memory/*/{newest}/{name}")
     if name == "__1_0.distcp":
@@ -166,7 +166,7 @@ def train_on_hosts(folder: Path, killed: tuple[int, int] | None, settings: dict[
         patched.setattr(memory_store, "_SHM", folder / "memory" / rank)
         patched.setattr(socket, "gethostname", lambda: f"host{rank}")
         (folder / "memory" / rank).mkdir(parents=True, exist_ok=True)
-        return train(folder, killed, {"memory_folder": None, **settings})
+        return train(folder, killed, {"memory_copies": {"every": EVERY}, **settings})
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,19 @@ def prefix() -> str:
     return f"unitrain-{os.getuid()}-"
 
 
+def folder_of(location: str, setting: str | None = None) -> Path:
+    """Return the folder on this host of a run that saves its checkpoints to a location."""
+    return memory_folder(setting) / f"{prefix()}{hashlib.sha256(location.encode()).hexdigest()[:16]}"
+
+
 class MemoryStore:
     """The folders in the memory of this job's hosts. Collective.
 
-    ``location`` is where the run saves its checkpoints, and ``folder`` the setting ``memory_folder``.
+    ``location`` is where the run saves its checkpoints, and ``folder`` the setting ``memory_copies.folder``.
     """
 
     def __init__(self, ranks: Communicator, location: str, folder: str | None) -> None:
-        root = memory_folder(folder) / f"{prefix()}{hashlib.sha256(location.encode()).hexdigest()[:16]}"
+        root = folder_of(location, folder)
         self._ranks = ranks
         self.disk: Disk = Disk(root, durable=False)  # the folder of this host
         host, seen, why = socket.gethostname(), (0, 0), ""

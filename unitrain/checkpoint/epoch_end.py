@@ -7,7 +7,6 @@ as it was before it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from unitrain import rng
 from unitrain.checkpoint.names import PARAMS
 from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.writer import snapshot
 from unitrain.data.structure import tensors
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.step import TrainingStep
@@ -58,11 +58,11 @@ class EpochEndHook(StepHook):
         for name, value in self._state.objects.items():
             if isinstance(value, Optimizer):
                 groups = [{key: its for key, its in group.items() if key != PARAMS} for group in value.param_groups]
-                options[name] = copy.deepcopy(groups)
+                options[name] = snapshot(groups)
             elif not isinstance(value, nn.Module):
                 state = self._state.of(value)
                 if sum(tensor.nbytes for tensor in tensors(state, opened=True)) <= _MOST_BYTES:
-                    states[name] = copy.deepcopy(state)
+                    states[name] = snapshot(state)
         self.last = EpochEnd(self._step.global_step, states, options, rng.capture())
 
     @property

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from unitrain.checkpoint.emergency.memory_store import MemoryStore
+from unitrain.checkpoint.memory_copies.memory_store import MemoryStore
 from unitrain.checkpoint.store.store import FOLDER
 from unitrain.communication.communicator import Communicator
 from unitrain.job.watch.admission import admit_ranks, introduce

@@ -1,1 +1,0 @@
-"""Checkpoints that a failure leaves."""
