@@ -11,10 +11,10 @@ bit for bit.
 
 **Over slow links**: two network namespaces, joined by a link that ``tc`` slows down to 100 Mbit/s or 1 Gbit/s, stand
 for two hosts. DDP averages ResNet-18's gradients (45 MB) with each compression, without accumulation and over 4
-micro-batches, or its weights every 32 steps (``local_steps``), at once or in fragments; an optimizer step is timed.
+micro-batches, or its weights every 32 steps (``local_sgd``), at once or in fragments; an optimizer step is timed.
 The settings belong to a strategy, so each turn starts one. Its first steps, in which buckets are built or compression
 has not begun, are not counted. Losses are compared on scikit-learn's digits over a fast link, where rounds of
-``local_steps`` end with the epoch, after 22 steps: the effect of a setting on the loss does not depend on the link.
+``local_sgd`` end with the epoch, after 22 steps: the effect of a setting on the loss does not depend on the link.
 
 **The language model** of the recipes is trained over the slowest link with AdamW and a constant learning rate after a
 warm-up, for as many steps, and for as long. The validation loss is that of the weights that ranks share. Sent is what
@@ -68,9 +68,9 @@ Settings = dict[str, dict[str, Any]]
 def in_rounds(steps: int, fragments: int) -> Settings:
     """Return the settings that average weights after every few steps."""
     return {
-        f"local SGD, {steps} steps": {"local_steps": steps, "outer_lr": 1.0, "outer_momentum": 0.0},
-        f"DiLoCo, {steps} steps": {"local_steps": steps},
-        f"DiLoCo, {steps} steps, {fragments} fragments": {"local_steps": steps, "local_fragments": fragments},
+        f"local SGD, {steps} steps": {"local_sgd": {"steps": steps, "outer_lr": 1.0, "outer_momentum": 0.0}},
+        f"DiLoCo, {steps} steps": {"local_sgd": {"steps": steps}},
+        f"DiLoCo, {steps} steps, {fragments} fragments": {"local_sgd": {"steps": steps, "fragments": fragments}},
     }
 
 
@@ -78,7 +78,7 @@ SETTINGS: Settings = {
     **{name: {"compression": name} for name in COMPRESSIONS},
     **{f"{name}, accumulate 4": {"compression": name, "accumulate": 4} for name in ACCUMULATED},
     **in_rounds(ROUND, FRAGMENTS),
-    f"DiLoCo, {ROUND} steps, bf16": {"local_steps": ROUND, "compression": "bf16"},
+    f"DiLoCo, {ROUND} steps, bf16": {"local_sgd": {"steps": ROUND}, "compression": "bf16"},
 }
 LINK_LENGTH, SHORT_LINK = (2, 2), (2, 1)  # rounds, and steps per round
 # Warm-up steps, in which buckets are built; PowerSGD starts with two exact steps.
@@ -176,7 +176,7 @@ def measure_link(rounds: int, steps: int, small: bool) -> Found | None:
             continue  # each strategy has its own warm-up
         accumulate = SETTINGS[name].get("accumulate", 1)
         warm = WARM_POWERSGD if "powersgd" in name else WARM
-        whole = SETTINGS[name].get("local_steps", 1)  # a round begins with the first counted step
+        whole = SETTINGS[name].get("local_sgd", {}).get("steps", 1)  # a round begins with the first counted step
         with unitrain.init(**complete(SETTINGS[name], warm - 1)) as strategy:
             main = strategy.is_main
             task = (mlp if small else resnet18)(strategy.rank)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UnitrainError,
         UsageError,
     )
+    from unitrain.feature import Feature
     from unitrain.initialize import init
     from unitrain.job.starting.spawn import spawn
     from unitrain.job.watch.stopping import Stopped
@@ -43,6 +44,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "DataError",
+    "Feature",
     "Launch",
     "LaunchError",
     "Loader",
@@ -68,6 +70,7 @@ _HOMES = {
     "dump_yaml": "settings",
     "parse_command_line": "settings",
     "Loader": "data",
+    "Feature": "feature",
     "init": "initialize",
     "Launch": "launch.detect",
     "spawn": "job.starting.spawn",

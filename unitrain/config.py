@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 CompileMode = Literal["reduce-overhead", "max-autotune"]
@@ -29,6 +30,11 @@ class Section(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @classmethod
+    def of(cls, config: Section) -> Self:
+        """Return the part of a configuration that this class declares; the defaults if the configuration lacks it."""
+        return config if isinstance(config, cls) else cls()
 
     @field_validator("*", mode="before")
     @classmethod
@@ -122,20 +128,10 @@ class StrategyConfig(Section):
     """Return the 2-norm of the gradients in every StepResult, even without clipping."""
     on_nonfinite: Literal["stop", "skip", "raise"] = "stop"
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
-    on_spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = "ignore"
-    """What ranks do if the norm of the gradients is far above the last 128 steps'; rewind: go back about 100 steps."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compress gradients: half the bytes (fp16, bf16) or far fewer (powersgd, ddp only); lossy."""
     shard_optimizer: bool = False
     """Divide the optimizer's state and its update over the ranks (ZeRO-1): less memory; fsdp does so in any case."""
-    local_steps: Annotated[int, Field(ge=1, le=10**9)] = 1
-    """Optimizer steps that ranks make alone before they average weights (local SGD, DiLoCo); 1: average gradients."""
-    local_fragments: Annotated[int, Field(ge=1, le=10**6)] = 1
-    """With local_steps: parts of the weights, sent in turn while training continues; 1: all at a round's end."""
-    outer_lr: Annotated[float, Field(gt=0)] = 0.7
-    """With local_steps: learning rate of the outer optimizer; 1, with outer_momentum 0, averages the weights."""
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """With local_steps: Nesterov momentum of the outer optimizer."""
     debug: bool = False
     """Compare the ranks' calls before each collective, and keep local gradients to find which rank's is not finite."""
     timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 600.0
@@ -183,7 +179,6 @@ class StrategyConfig(Section):
             raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
         if self.exact_randomness:
             self._refuse_unreproducible()
-        self._refuse_within_rounds()
         if self.metrics_port is None and self.metrics_host != StrategyConfig.model_fields["metrics_host"].default:
             raise conflict("metrics_port", "metrics_host", "without a port, nothing listens")
         if self.compression == "powersgd":
@@ -191,34 +186,9 @@ class StrategyConfig(Section):
                 raise conflict("deterministic", "compression", "powersgd needs DDP's buckets, whose order may vary")
             if self.precision == "fp16":
                 raise conflict("precision", "compression", "powersgd carries an overflow into all later steps")
-            for name in ("on_nonfinite", "on_spike"):
-                if getattr(self, name) in ("skip", "rewind"):
-                    raise conflict(name, "compression", "powersgd carries a skipped gradient into later steps")
+            if self.on_nonfinite == "skip":
+                raise conflict("on_nonfinite", "compression", "powersgd carries a skipped gradient into later steps")
         return self
-
-    def _refuse_within_rounds(self) -> None:
-        """Refuse what needs equal weights, or a decision of all ranks, in every step."""
-        if self.local_steps == 1:
-            for name in ("local_fragments", "outer_lr", "outer_momentum"):
-                if getattr(self, name) != StrategyConfig.model_fields[name].default:
-                    raise conflict("local_steps", name, "every step averages gradients, so there is no outer optimizer")
-            return
-        reasons = {
-            "sync_batchnorm": (self.sync_batchnorm, "ranks have different weights within a round"),
-            "local_fragments": (self.local_fragments > self.local_steps, "a step sends one fragment at most"),
-            "memory_copies.every": (
-                self.memory_copies.every not in ("auto", 0),
-                "ranks have different weights within a round",
-            ),
-            "shard_optimizer": (self.shard_optimizer, "each rank has an optimizer state of its own"),
-            "compression": (self.compression == "powersgd", "powersgd compresses gradients: use bf16 or fp16"),
-            "precision": (self.precision == "fp16", "ranks would skip different steps: use bf16"),
-            "on_nonfinite": (self.on_nonfinite == "skip", "ranks would skip different steps"),
-            "on_spike": (self.on_spike != "ignore", "ranks have different gradients"),
-        }
-        for name, (given, reason) in reasons.items():
-            if given:
-                raise conflict("local_steps", name, reason)
 
     def _refuse_unreproducible(self) -> None:
         if self.compile:

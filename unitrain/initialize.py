@@ -20,6 +20,7 @@ from unitrain.communication.backend import Backend, load_backend
 from unitrain.config import Section, StrategyConfig
 from unitrain.device import accelerator, choices
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
+from unitrain.features.keywords import StrategySettings
 from unitrain.job import excepthook
 from unitrain.job.elastic import start_again
 from unitrain.job.job import current
@@ -35,7 +36,6 @@ from unitrain.process import (
 )
 from unitrain.rng import seed_all
 from unitrain.settings import resolve_strategy
-from unitrain.settings.keywords import StrategySettings
 from unitrain.strategy import Strategy
 
 

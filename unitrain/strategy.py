@@ -25,6 +25,7 @@ from unitrain.data.options import LoaderOptions
 from unitrain.data.order.shares import reduced
 from unitrain.device import accelerator, devices_of, pick_device
 from unitrain.errors import UsageError
+from unitrain.feature import Feature
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
@@ -34,6 +35,7 @@ from unitrain.process import print_stderr
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.loop import TrainingLoop
+from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.loop.weights import ScriptLosses, ScriptWeights
 from unitrain.training.models import preparation
@@ -42,10 +44,8 @@ from unitrain.training.models.exact_randomness import ExactRandomness
 from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
-from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
-from unitrain.training.optimizers.ema import EMA
-from unitrain.training.sockets import Sockets
 from unitrain.url import is_url
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from unitrain.tracking import Tracker, Trackers
 
 T = TypeVar("T")
+FeatureType = TypeVar("FeatureType", bound=Feature)
 U = TypeVar("U")
 Ts = TypeVarTuple("Ts")
 
@@ -87,9 +88,10 @@ class Strategy:
         self.shares: tuple[int, ...] = reduced(config.shares or (1,) * self.world_size)
         self._prepared = PreparedModules(self.shares)
         pass_boundary = self._job.stopping.pass_boundary
-        self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config)
+        self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config, features.resumed())
         self._hooks = sockets.hooks
-        features.plug_in(sockets)
+        for feature in features.make(config):
+            feature.plug_in(sockets)
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
@@ -251,30 +253,23 @@ class Strategy:
         """Number of optimizer steps of the run so far, including those before it was resumed."""
         return self._step.global_step
 
-    def ema(self, model: nn.Module, decay: float = 0.999) -> EMA:
-        """Return an exponential moving average of a prepared model's weights, updated after each optimizer step.
-
-        Pass it to ``evaluation`` to evaluate the model with the averaged weights, to ``checkpoint`` to save and resume
-        it, and to ``export`` or ``save`` for the averaged model.
+    def add(self, feature: FeatureType) -> FeatureType:
+        """Add a feature to the run, and return it: one of ``unitrain.features``, or a ``unitrain.Feature`` of yours.
 
         Args:
-            model: the model, as ``prepare`` returned it.
-            decay: share of the average that a step keeps; the rest comes from the new weights.
+            feature: the feature. Each kind says what it needs, and whether adding it is collective.
 
         Raises:
-            UsageError: the model was not prepared, its weights can't be averaged, or ``decay`` is not in [0, 1).
+            UsageError: it is not a feature, or does not fit this run.
 
         Example:
-            >>> ema = strategy.ema(model, decay=0.999)
-            >>> with strategy.evaluation(ema):
-            ...     logits = model(images)
+            >>> ema = strategy.add(EMA(model, decay=0.999))
         """
-        if differ := self._step.replicas.differ:
-            raise UsageError(f"ema() averages weights after each step, and {differ}.")
-        average = EMA(self._prepared, model, decay, self._communicator.to_local)
-        self._hooks.add_hook(average)
-        self._sockets.followers += average.averages
-        return average
+        if not isinstance(feature, Feature):
+            raise UsageError(f"add() takes a unitrain.Feature, not {type(feature).__name__}: make it a subclass.")
+        feature.plug_in(self._sockets)
+        self._step.check_verdicts()
+        return feature
 
     def find_micro_batch_size(
         self,
@@ -340,7 +335,7 @@ class Strategy:
         with ExitStack() as swaps:
             swaps.enter_context(self._step.replicas.shared_weights("evaluation()", buffers=True))
             self._metric_check.begin()
-            modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
+            modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, Average) else one for one in modules)
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
             batch_norm.average_statistics(modules, self._communicator, self.shares)
             outer, self._loop.evaluating = self._loop.evaluating, True
@@ -663,7 +658,7 @@ class Strategy:
         """
         from unitrain.checkpoint.saved_weights import save_weights  # few scripts need it
 
-        swapped = module.swapped() if isinstance(module, EMA) else nullcontext(module)
+        swapped = module.swapped() if isinstance(module, Average) else nullcontext(module)
         with self._step.replicas.shared_weights("save_weights()"), swapped as model:
             batch_norm.average_statistics([model], self._communicator, self.shares)
             save_weights(self._communicator, self._prepared.unwrap(model), folder, max_file_size)
@@ -725,9 +720,9 @@ class Strategy:
 
         Collective if the module is sharded: every rank gets a whole copy.
 
-        Of an EMA, it is a copy of its model with the averaged weights.
+        Of an average, such as an EMA, it is a copy of its model with the averaged weights.
         """
-        if isinstance(module, EMA):
+        if isinstance(module, Average):
             with module.swapped() as averaged:
                 return self.export(averaged)
         with self._step.replicas.shared_weights("export()"):

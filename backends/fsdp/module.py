@@ -213,6 +213,4 @@ def _filled(skeleton: nn.Module, module: nn.Module) -> nn.Module:
 
 def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
     """Raise UsageError. This is what a deep copy of a sharded module calls."""
-    raise UsageError(
-        "a sharded model can't be deep-copied: use strategy.ema(model) for an average, or strategy.export(model)."
-    )
+    raise UsageError("a sharded model can't be deep-copied: use strategy.export(model) for a copy on the CPU.")

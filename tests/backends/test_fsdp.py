@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import ConfigError, UsageError
+from unitrain.features.ema import EMA
 from unitrain.job.starting.spawn import spawn_environments
 from unitrain.testing import ranks
 
@@ -340,7 +341,7 @@ def average() -> tuple[State, State, State]:
     """Train with an EMA. Return what was exported, what was saved, and what is resumed after another step."""
     with unitrain.init(backend="fsdp", precision="fp64", device="cpu", timeout_s=30) as strategy:
         model, optimizer, _ = strategy.prepare(*made())
-        ema = strategy.ema(model, 0.5)
+        ema = strategy.add(EMA(model, 0.5))
         words, following = texts()[:4]
         for _ in range(3):
             strategy.step(loss_of(model, words, following), optimizer)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 import unitrain
+from unitrain.features.ema import EMA
 
 EVERYTHING = ("optimizer", "scheduler", "loader", "ema")
 
@@ -35,7 +36,7 @@ def messages(
         if "plateau" in made:
             objects["plateau"] = ReduceLROnPlateau(optimizer)
         if "ema" in made:
-            objects["ema"] = strategy.ema(model)
+            objects["ema"] = strategy.add(EMA(model))
         checkpoint = strategy.checkpoint(
             folder, background=False, partial=partial, model=model, **{name: objects[name] for name in passed}
         )

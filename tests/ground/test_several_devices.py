@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain import StrategyConfig, UsageError
 from unitrain.communication.backend import load_backend
+from unitrain.features.ema import EMA
 from unitrain.launch.detect import Launch
 
 CPU_AND_LAZY = ("cpu", "lazy:0")
@@ -67,7 +68,7 @@ def train(devices: tuple[str, str], folder: str, **settings: Any) -> Trained:
             generator = torch.Generator().manual_seed(0)
             data = TensorDataset(torch.randn(14, 3, generator=generator, dtype=torch.float64))
             loader = strategy.dataloader(data, global_batch_size=4)
-            ema = strategy.ema(model, 0.5)
+            ema = strategy.add(EMA(model, 0.5))
             checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, loader=loader, ema=ema)
             checkpoint.resume()
             for epoch in loader.epochs(epochs):

@@ -25,8 +25,8 @@ from unitrain import ConfigError, StrategyConfig, UsageError
 from unitrain.communication.backend import load_backend
 from unitrain.config import Section
 from unitrain.config import StrategyConfig as CommonConfig
+from unitrain.features.keywords import StrategySettings
 from unitrain.settings import OTHER_VARIABLES, dump_yaml, parse_command_line, resolve_strategy
-from unitrain.settings.keywords import StrategySettings
 from unitrain.settings.schema import Setting, dotted, flag, groups_of, is_section, variable
 
 DDPSettings: Any = load_backend("ddp").Settings
@@ -600,10 +600,6 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "deterministic": st.booleans(),
         "accumulate": st.integers(1),
         "on_spike": st.sampled_from(["ignore", "warn", "skip", "rewind", "stop"]),
-        "local_steps": st.just(1),
-        "local_fragments": st.just(1),
-        "outer_lr": st.just(0.7),
-        "outer_momentum": st.just(0.9),
         "shares": or_none(st.lists(st.integers(1, 1000), min_size=1).map(tuple)),
         "clip_norm": or_none(positive()),
         "clip_value": or_none(positive()),

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import unitrain
+from unitrain.features.ema import EMA
 from unitrain.testing.parity import cases, trial
 from unitrain.testing.parity.cases import CASES, Case
 
@@ -88,7 +89,7 @@ def loop(folder: Path, device: str, interrupted: bool = False, **settings: Any) 
     with unitrain.init(**{**common, "clip_norm": 0.5, "on_nonfinite": "skip", **settings}) as strategy:
         net = network()
         model, optimizer = strategy.prepare(net, torch.optim.Adam(net.parameters(), fused=True))
-        average = strategy.ema(model, decay=0.5)
+        average = strategy.add(EMA(model, decay=0.5))
         train = strategy.dataloader(
             rows(), global_batch_size=8, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
         )

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 import unitrain
+from unitrain.features.ema import EMA
 
 State = dict[str, torch.Tensor]
 EPOCHS, BATCH, DECAY = 2, 8, 0.9
@@ -57,7 +58,7 @@ def ported() -> tuple[State, State]:
     data, model, optimizer, scheduler, criterion = parts()
     with unitrain.init(precision="fp64", device="cpu", clip_norm=1.0, sync_batchnorm=True) as strategy:
         model, optimizer = strategy.prepare(model, optimizer)
-        ema = strategy.ema(model, decay=DECAY)
+        ema = strategy.add(EMA(model, decay=DECAY))
         train = strategy.dataloader(data, global_batch_size=BATCH)
         for epoch in train.epochs(EPOCHS):
             for images, labels in train:

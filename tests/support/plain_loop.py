@@ -86,3 +86,12 @@ def ready() -> tuple[Strategy, nn.Module, Optimizer]:
 
 
 Ready = tuple[Strategy, nn.Module, Optimizer]
+
+
+def merged(*settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in one dict, of which later ones take precedence, also within a section."""
+    result: dict[str, Any] = {}
+    for each in settings:
+        for name, value in each.items():
+            result[name] = {**result.get(name, {}), **value} if isinstance(value, dict) else value
+    return result

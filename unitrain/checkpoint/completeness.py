@@ -10,7 +10,6 @@ from unitrain import call_site
 from unitrain.checkpoint.run_state import RunState
 from unitrain.data import Loader
 from unitrain.training.loop.step import TrainingStep
-from unitrain.training.optimizers.ema import EMA
 
 
 def warn_of_missing(state: RunState, step: TrainingStep) -> None:
@@ -26,8 +25,8 @@ def warn_of_missing(state: RunState, step: TrainingStep) -> None:
             missing.append("a scheduler")
     loaders = [value.identity for value in saved if isinstance(value, Loader)]
     missing += ["a loader" for one in step.batches.trained_loaders if one not in loaders]
-    hooks = [getattr(hook, "__self__", None) for hook in step.hooks.after_update]
-    missing += ["an EMA" for one in hooks if isinstance(one, EMA) and not any(value is one for value in saved)]
+    kept = [hook for hook in step.hooks if hook.kept_in_checkpoints]
+    missing += [hook.kept_in_checkpoints for hook in kept if not any(value is hook for value in saved)]
     if missing:
         call_site.warn(
             f"this run trains with {', '.join(dict.fromkeys(missing))} that its checkpoints don't contain: a resumed "

@@ -11,21 +11,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import GROUPS, PARAMS, Name, names_of
-from unitrain.checkpoint.parts import StatePart
 from unitrain.checkpoint.store.located import METRICS, RUN, Manifest, is_extra
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form
-from unitrain.config import StrategyConfig
+from unitrain.config import StrategyConfig, flattened
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError, UsageError
+from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.prepared import PreparedModules
-from unitrain.training.sockets import Sockets
+from unitrain.training.state_parts import StatePart
 
 # Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
-_TRAINING_SETTINGS = (
-    "seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression",
-    "local_steps", "local_fragments", "outer_lr", "outer_momentum",
-)  # fmt: skip
+_TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression")
 # What schedulers of a cycle change beside the learning rate.
 _CYCLED = ("momentum", "betas")
 
@@ -51,7 +48,7 @@ class RunState:
         self.objects: dict[str, Any] = objects
         self.prepared: PreparedModules = sockets.prepared
         self.extra: list[StatePart] = sockets.parts
-        self._scaler, self._values = scaler, sockets.values
+        self._scaler, self._states, self._resumed = scaler, sockets.states, sockets.resumed
         self._world_size = sockets.communicator.world_size
         self.settings: StrategyConfig = sockets.config
         self.config: dict[str, Any] = dict(config)
@@ -103,16 +100,14 @@ class RunState:
     def run(self, steps: int, random: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the run itself, given the states of the random number generators of each rank."""
         scaler = None if self._scaler is None else self._scaler.state_dict()
-        values = {name: value.state_dict() for name, value in self._values.items()}
-        return {"steps": steps, "scaler": scaler, "values": values, "random": random, "names": self.names}
+        states = self._states.collect()
+        return {"steps": steps, "scaler": scaler, "features": states, "random": random, "names": self.names}
 
     def load_run(self, state: Mapping[str, Any]) -> None:
         """Load the state of the GradScaler, and of features, that ``run`` has returned, if they are used."""
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
-        for name, value in self._values.items():
-            if name in state["values"]:
-                value.load_state_dict(state["values"][name])
+        self._states.load(state.get("features", {}))
 
     def about(self, best: int | None) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says, given the step of the best one."""
@@ -133,8 +128,10 @@ class RunState:
         own = self.settings.model_dump(mode="json")
         # A loader's global batch does not depend on the number of micro-batches, and it compares that itself.
         loads = any(isinstance(value, Loader) for value in self.objects.values())
-        compared = _TRAINING_SETTINGS if loads else (*_TRAINING_SETTINGS, "accumulate")
-        pairs = [(f"strategy.{name}", manifest.strategy.get(name), own[name]) for name in compared]
+        compared = (*_TRAINING_SETTINGS, *self._resumed, *(() if loads else ("accumulate",)))
+        saved, own = flattened(manifest.strategy), flattened(own)
+        kept = [name for name in {**own, **saved} if name.partition(".")[0] in compared]
+        pairs = [(f"strategy.{name}", saved.get(name), own.get(name)) for name in kept]
         names = dict.fromkeys([*manifest.config, *self.config])
         pairs += [(name, manifest.config.get(name), self.config.get(name)) for name in names]
         return [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]

@@ -1,37 +1,111 @@
-"""What can be deleted: each folder is a feature, found by being there.
+"""Capabilities that the core does not name.
 
-It has ``wanted(config)``, ``plug_in(sockets)``, and perhaps ``check(config, backend)``, which refuses a backend.
+Each folder here is a feature, and is found by being there: delete it, and the rest works without it.
+
+A feature's package declares what it is by these names, all optional. It imports what it is made of in ``make`` only, so
+that settings are read without it.
+
+- ``Settings``: a ``Section`` whose fields become fields of ``StrategyConfig``.
+- ``SETTING``: the name of the setting that turns the feature on, by another value than its default.
+- ``EXCLUDES``: settings that it can't be combined with, and why.
+- ``RESUMED``: settings that must be the same when a run is resumed.
+- ``check(config, backend)``: raises ConfigError if it does not work with a backend. Called if the feature is turned on.
+- ``make(config)``: returns the ``unitrain.feature.Feature`` that is added to the run, if the feature is turned on.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unitrain.config import StrategyConfig
+from pydantic import BaseModel
+
+from unitrain.config import Section, StrategyConfig, conflict
 
 if TYPE_CHECKING:
     from unitrain.communication.backend import Backend
-    from unitrain.training.sockets import Sockets
+    from unitrain.feature import Feature
+
+
+class Exclusion(NamedTuple):
+    """A setting that a feature can't be combined with."""
+
+    setting: str
+    """Its name, with dots."""
+    reason: str
+    """Why, as a clause without a full stop."""
+    values: tuple[object, ...] = ()
+    """The values that are excluded; by default, all but the setting's default and those ``allowed``."""
+    allowed: tuple[object, ...] = ()
+    """Other values that are not excluded."""
+    by: tuple[object, ...] = ()
+    """The values of the feature's own setting that exclude it; by default, all that turn the feature on."""
+
+    def excludes(self, value: object, default: object, own: object) -> bool:
+        """Return whether a value of the setting is excluded, given its default and the feature's own setting."""
+        if self.by and own not in self.by:
+            return False
+        return value in self.values if self.values else value not in (default, *self.allowed)
+
+
+@cache
+def modules() -> tuple[ModuleType, ...]:
+    """Return the packages of all features, in alphabetical order."""
+    return tuple(import_module(f"{__name__}.{entry.name}") for entry in pkgutil.iter_modules(__path__) if entry.ispkg)
+
+
+def settings() -> list[type[Section]]:
+    """Return the settings of all features."""
+    return [module.Settings for module in modules() if hasattr(module, "Settings")]
+
+
+def resumed() -> list[str]:
+    """Return the settings of features that must be the same when a run is resumed."""
+    return [name for module in modules() for name in getattr(module, "RESUMED", ())]
+
+
+def refuse_exclusions(config: StrategyConfig) -> StrategyConfig:
+    """Return the settings. Raise the error of a validator if a feature excludes one of them."""
+    for module in _turned_on(config):
+        own, _ = _value_and_default(config, module.SETTING)
+        for exclusion in getattr(module, "EXCLUDES", ()):
+            if exclusion.excludes(*_value_and_default(config, exclusion.setting), own):
+                raise conflict(module.SETTING, exclusion.setting, exclusion.reason)
+    return config
 
 
 def check(config: StrategyConfig, backend: type[Backend]) -> None:
-    """Raise ConfigError if a feature that the settings ask for does not work with a backend."""
-    for feature in _wanted(config):
-        if hasattr(feature, "check"):
-            feature.check(config, backend)
+    """Check that the features work with a backend that the settings turn on.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for module in _turned_on(config):
+        if hasattr(module, "check"):
+            module.check(config, backend)
 
 
-def plug_in(sockets: Sockets) -> None:
-    """Plug in the features that the settings ask for."""
-    for feature in _wanted(sockets.config):
-        feature.plug_in(sockets)
+def make(config: StrategyConfig) -> list[Feature]:
+    """Return the features that the settings turn on."""
+    return [module.make(config) for module in _turned_on(config) if hasattr(module, "make")]
 
 
-def _wanted(config: StrategyConfig) -> Iterator[Any]:
-    for found in pkgutil.iter_modules(__path__):
-        feature: Any = import_module(f"{__name__}.{found.name}")
-        if feature.wanted(config):
-            yield feature
+def _turned_on(config: StrategyConfig) -> Iterator[Any]:
+    for module in modules():
+        if hasattr(module, "SETTING"):
+            value, default = _value_and_default(config, module.SETTING)
+            if value != default:
+                yield module
+
+
+def _value_and_default(config: BaseModel, name: str) -> tuple[object, object]:
+    """Return a setting and its default, given its name with dots; None and None if there is no such setting."""
+    *sections, last = name.split(".")
+    for section in sections:
+        config = getattr(config, section, None)  # type: ignore[assignment]
+    fields: Mapping[str, Any] = {} if config is None else type(config).model_fields
+    return (getattr(config, last), fields[last].default) if last in fields else (None, None)

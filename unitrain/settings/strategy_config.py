@@ -1,4 +1,4 @@
-"""``unitrain.StrategyConfig``: ``StrategyConfig`` with a section for every installed backend that has settings.
+"""``unitrain.StrategyConfig``: ``StrategyConfig`` with the settings of features, and a section for each backend.
 
 It is made once, when this module is imported. Type checkers don't know what is installed: they see the common fields,
 and ``config.section(name, Settings)`` for a backend's.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, model_validator
 from typing_extensions import Unpack
 
-from unitrain import config
+from unitrain import config, features
 from unitrain.communication.backend import backend_names, load_backend
 from unitrain.config import Section
 from unitrain.errors import BackendError
-from unitrain.settings.keywords import StrategySettings
+from unitrain.features.keywords import StrategySettings
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -65,18 +65,19 @@ _FIELDS, _LEFT_OUT = _sections()
 if TYPE_CHECKING:
 
     class StrategyConfig(config.StrategyConfig):
-        """The common fields, and a constructor that takes sections as well."""
+        """The common fields, and a constructor that takes sections and settings of features as well."""
 
         def __init__(self, **settings: Unpack[StrategySettings]) -> None: ...
 
 else:
     StrategyConfig = create_model(
         "StrategyConfig",
-        __base__=config.StrategyConfig,
+        __base__=(*features.settings(), config.StrategyConfig),  # pydantic puts the fields of the last one first
+        __validators__={"_refuse_exclusions": model_validator(mode="after")(features.refuse_exclusions)},
         __module__=__name__,  # so that it can be pickled
         # The descriptions are set already. Without this, pydantic searches source code for docstrings: 40 ms.
         __cls_kwargs__={"use_attribute_docstrings": False},
-        __doc__="Settings of a training run: common ones, and a section for each installed backend.",
+        __doc__="Settings of a training run: common ones, those of features, and a section for each installed backend.",
         **_FIELDS,
     )
 

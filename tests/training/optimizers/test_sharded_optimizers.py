@@ -28,6 +28,7 @@ from unitrain import Strategy, UsageError
 from unitrain.commands.cli import main
 from unitrain.communication.owned import OwnedBy
 from unitrain.data.structure import tensors
+from unitrain.features.ema import EMA
 from unitrain.testing.attempts import Outcomes, try_duties
 from unitrain.testing.duties import DUTIES
 from unitrain.testing.worlds import World
@@ -326,7 +327,7 @@ def save_and_load(folder: str) -> list[str]:
     with unitrain.init(shard_optimizer=True, **{**settings_of("ddp"), "accumulate": 1}) as strategy:
         model, optimizer, _ = strategy.prepare(*made("adamw"))
         checkpoint = strategy.checkpoint(f"{folder}/run", model=model, optimizer=optimizer)
-        ema = strategy.ema(model, 0.5)
+        ema = strategy.add(EMA(model, 0.5))
         batch = texts()[:8]
 
         def steps() -> State:

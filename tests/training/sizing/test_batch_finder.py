@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset
 
 import unitrain
 from unitrain import DataError, UsageError, rng
+from unitrain.features.ema import EMA
 from unitrain.training.sizing.batch_finder import is_out_of_memory, reason
 
 MB = 2**20
@@ -150,7 +151,7 @@ class Everything:
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         self.model, self.optimizer, self.scheduler = self.strategy.prepare(net, optimizer, scheduler)
-        self.ema = self.strategy.ema(self.model, 0.5)
+        self.ema = self.strategy.add(EMA(self.model, 0.5))
         self.train = self.strategy.dataloader(data(), global_batch_size=6, shuffle=True)
 
     def loss(self, batch: Any) -> Tensor:

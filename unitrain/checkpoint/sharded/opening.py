@@ -164,11 +164,11 @@ def _opened(found: Located) -> OpenCheckpoint:
         if names and unlisted:
             raise DamagedError(f"{found}: its manifest lacks {min(unlisted)}")
         states, keys = _states(stored)
-        run = parts.setdefault(RUN, {"steps": 0, "scaler": None, "values": {}, "random": []} if not names else {})
+        run = parts.setdefault(RUN, {"steps": 0, "scaler": None, "random": []} if not names else {})
         run["names"] = {**run.get("names", {}), **keys}
         parts = {**states, **parts}
     run = parts.get(RUN)
-    if not isinstance(run, dict) or not {"steps", "scaler", "values", "random", "names"} <= set(run):
+    if not isinstance(run, dict) or not {"steps", "scaler", "random", "names"} <= set(run):
         raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
     return OpenCheckpoint(found, parts, stored, files)
 

@@ -1,40 +1,73 @@
-"""Rounds of steps on each rank alone (``local_steps``), after which the ranks average their weights."""
+"""Rounds of steps on each rank alone, after which the ranks average their weights: local SGD and DiLoCo."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from unitrain.config import StrategyConfig
+from pydantic import Field, model_validator
+
+from unitrain.config import Section, StrategyConfig, conflict
 from unitrain.errors import ConfigError
+from unitrain.features import Exclusion
 
 if TYPE_CHECKING:
     from unitrain.communication.backend import Backend
-    from unitrain.training.sockets import Sockets
+    from unitrain.feature import Feature
+
+_DIFFERENT = "ranks have different weights within a round"
+SETTING = "local_sgd.steps"
+EXCLUDES = (
+    Exclusion("sync_batchnorm", _DIFFERENT),
+    Exclusion("memory_copies.every", _DIFFERENT, allowed=(0,)),
+    Exclusion("shard_optimizer", "each rank has an optimizer state of its own"),
+    Exclusion("compression", "powersgd compresses gradients: use bf16 or fp16", ("powersgd",)),
+    Exclusion("precision", "ranks would skip different steps: use bf16", ("fp16",)),
+    Exclusion("on_nonfinite", "ranks would skip different steps", ("skip",)),
+    Exclusion("on_spike", "ranks have different gradients"),
+)
+RESUMED = ("local_sgd",)
 
 
-def wanted(config: StrategyConfig) -> bool:
-    """Return whether the settings ask for rounds."""
-    return config.local_steps > 1
+class LocalSGDSettings(Section):
+    """Steps that ranks make alone before they average their weights (local SGD, DiLoCo)."""
+
+    steps: Annotated[int, Field(ge=1, le=10**9)] = 1
+    """Optimizer steps in a round; 1: average the gradients of every step."""
+    fragments: Annotated[int, Field(ge=1, le=10**6)] = 1
+    """Parts of the weights, sent in turn while training continues; 1: all at a round's end."""
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    """Learning rate of the outer optimizer; 1, with outer_momentum 0, averages the weights."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Nesterov momentum of the outer optimizer."""
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> LocalSGDSettings:
+        for name in ("fragments", "outer_lr", "outer_momentum"):
+            if self.steps == 1 and getattr(self, name) != LocalSGDSettings.model_fields[name].default:
+                raise conflict("steps", name, "every step averages gradients, so there is no outer optimizer")
+        if self.fragments > self.steps:
+            raise conflict("steps", "fragments", "a step sends one fragment at most")
+        return self
+
+
+class Settings(Section):
+    """The settings that this feature adds to those of a run."""
+
+    local_sgd: LocalSGDSettings = LocalSGDSettings()
 
 
 def check(config: StrategyConfig, backend: type[Backend]) -> None:
     """Refuse a backend that shards the model."""
     if backend.shards:
+        steps = Settings.of(config).local_sgd.steps
         raise ConfigError(
-            f"local_steps is {config.local_steps}, but backend {backend.name} shards one model: use ddp or horovod."
+            f"Backend {backend.name} does not support local_sgd.steps {steps}: each rank must hold a whole model. Use "
+            "ddp or horovod, or local_sgd.steps 1."
         )
 
 
-def plug_in(sockets: Sockets) -> None:
-    """Average weights after rounds, in place of gradients in steps, and save what ranks don't share."""
-    from unitrain.training.loop.averaging import Averaging
+def make(config: StrategyConfig) -> Feature:
+    """Return what averages weights after rounds, in place of gradients in steps."""
+    from unitrain.features.local_sgd.rounds import LocalSGD
 
-    from .rounds import LocalSGD
-    from .states import LocalStates
-
-    local = LocalSGD(sockets.communicator, sockets.prepared, sockets.config)
-    sockets.averaging = Averaging(unit=sockets.communicator.world_size)
-    sockets.replicas = local
-    sockets.verdicts.append(local)
-    sockets.hooks.add_hook(local)
-    sockets.parts.append(LocalStates(sockets.communicator, local))
+    return LocalSGD(Settings.of(config).local_sgd)

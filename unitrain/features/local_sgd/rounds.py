@@ -1,11 +1,11 @@
 """Local SGD and DiLoCo: the ranks train alone for a round of steps, and then average how far they have come.
 
-A round is ``local_steps`` optimizer steps, or fewer at the end of an epoch. Within it, each rank steps on its own
+A round is ``local_sgd.steps`` optimizer steps, or fewer at the end of an epoch. Within it, each rank steps on its own
 gradients. At its end, the difference between the round's first weights and a rank's last ones, averaged over the ranks,
 is the gradient of an outer optimizer, SGD with Nesterov momentum, which steps from the first weights. The next round
 begins with the result, the shared weights. A learning rate of 1 without momentum averages the weights.
 
-With ``local_fragments``, a fragment of the weights is sent every ``local_steps / local_fragments`` steps, and taken
+With several fragments, one of the weights is sent every ``steps / fragments`` steps, and taken
 when the next one is sent: the outer optimizer steps from its shared weights, and each rank continues with the mean of
 the result and its own weights. Only at the end of an epoch, all fragments are sent, and ranks have the shared weights.
 
@@ -28,20 +28,19 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from unitrain import call_site
-from unitrain.communication.communicator import Communicator
-from unitrain.config import StrategyConfig
 from unitrain.device import HALF_DTYPES
 from unitrain.errors import UsageError
+from unitrain.feature import Feature
+from unitrain.features.local_sgd import LocalSGDSettings
+from unitrain.features.local_sgd.states import LocalStates
 from unitrain.training.gradients.gradients import GradientReducer
 from unitrain.training.gradients.guard import GuardedStep
-from unitrain.training.hooks import StepHook
-from unitrain.training.loop.averaging import WAITING
-from unitrain.training.loop.judge import Findings, NonFinitePolicy, Verdict
+from unitrain.training.loop.averaging import WAITING, Averaging
+from unitrain.training.loop.judge import Findings, NonFinitePolicy
+from unitrain.training.loop.sockets import Replicas, Sockets
 from unitrain.training.loop.window import Window
 from unitrain.training.models.buffers import BufferSync
-from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.optimizers.sharded import divided
-from unitrain.training.sockets import Replicas
 
 _MOMENTUM, _GRADIENT, _OWN = "momentum_buffer", "gradient", "own weight"
 _MIXED = 0.5  # share of the shared weights of a fragment in what a rank continues with
@@ -55,7 +54,7 @@ class _Fragment(NamedTuple):
     reducer: GradientReducer
 
 
-class LocalSGD(StepHook, Verdict, Replicas):
+class LocalSGD(Feature, Replicas):
     """The rounds of a run.
 
     Attributes:
@@ -66,27 +65,15 @@ class LocalSGD(StepHook, Verdict, Replicas):
         swapped: whether the model has the shared weights within a round.
     """
 
-    differ = "with local_steps ranks have different ones"
+    differ = "with local_sgd, ranks have different ones within a round"
 
-    def __init__(self, communicator: Communicator, prepared: PreparedModules, config: StrategyConfig) -> None:
-        self._nonfinite = NonFinitePolicy(communicator, prepared, config.on_nonfinite)
-        self._first_failure: Findings | None = None  # of the run, on this rank
+    def __init__(self, settings: LocalSGDSettings) -> None:
         self.steps: int = 0
-        self.length: int = config.local_steps
-        self.fragments: int = config.local_fragments
+        self.length: int = settings.steps
+        self.fragments: int = settings.fragments
         self.failed: bool = False
         self.swapped: bool = False
-        self._communicator = communicator
-        self._prepared = prepared
-        syncs = config.broadcast_buffers and communicator.world_size > 1
-        self._buffers = BufferSync(communicator, prepared) if syncs else None
-        self._make_reducer = partial(
-            GradientReducer,
-            communicator=communicator,
-            armed=lambda: False,
-            wire_dtype=HALF_DTYPES.get(config.compression),
-        )
-        self._guard = GuardedStep(communicator.device, None, None)
+        self._first_failure: Findings | None = None  # of the run, on this rank
         self._optimizer: Optimizer | None = None
         self._parameters: Sequence[Parameter] = []
         self._weights: list[Parameter] = []
@@ -94,10 +81,28 @@ class LocalSGD(StepHook, Verdict, Replicas):
         self._fragments: list[_Fragment] = []
         self._sent: list[_Fragment] = []  # and not taken yet
         self._reducers: list[GradientReducer] = []  # not waited for yet
-        self._outer = SGD(
-            [torch.zeros(0)], lr=config.outer_lr, momentum=config.outer_momentum, nesterov=config.outer_momentum > 0
-        )
+        momentum = settings.outer_momentum
+        self._outer = SGD([torch.zeros(0)], lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0)
         self._momentum: dict[Tensor, Tensor] = {}  # of weights, until they are trained
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Average weights after rounds, in place of gradients in steps, and save what ranks don't share."""
+        super().plug_in(sockets)
+        self._communicator = communicator = sockets.communicator
+        self._prepared, config = sockets.prepared, sockets.config
+        self._nonfinite = NonFinitePolicy(communicator, sockets.prepared, config.on_nonfinite)
+        syncs = config.broadcast_buffers and communicator.world_size > 1
+        self._buffers = BufferSync(communicator, sockets.prepared) if syncs else None
+        self._make_reducer = partial(
+            GradientReducer,
+            communicator=communicator,
+            armed=lambda: False,
+            wire_dtype=HALF_DTYPES.get(config.compression),
+        )
+        self._guard = GuardedStep(communicator.device, None, None)
+        sockets.averaging = Averaging(unit=communicator.world_size)
+        sockets.replicas = self
+        sockets.parts.append(LocalStates(communicator, self))
 
     @property
     def is_open(self) -> bool:
@@ -121,7 +126,7 @@ class LocalSGD(StepHook, Verdict, Replicas):
         if self._optimizer is None:
             self._optimizer = optimizer
         if optimizer is not self._optimizer:
-            raise UsageError("local_steps supports one optimizer: give it all parameters, in groups.")
+            raise UsageError("local_sgd supports one optimizer: give it all parameters, in groups.")
         if self.swapped:
             raise UsageError("a step was made within evaluation(), which has put the shared weights into the model.")
         self._parameters = parameters
@@ -169,7 +174,7 @@ class LocalSGD(StepHook, Verdict, Replicas):
     def _watch(self, trained: list[Parameter]) -> None:
         if sum(p.numel() > 0 for p in trained) < self.fragments:
             raise UsageError(
-                f"local_fragments is {self.fragments}, but only {len(trained)} parameters are trained, and each "
+                f"local_sgd.fragments is {self.fragments}, but only {len(trained)} parameters are trained, and each "
                 "fragment needs one: set it to fewer."
             )
         for weight, shared in zip(self._weights, self._shared, strict=True):
@@ -197,7 +202,7 @@ class LocalSGD(StepHook, Verdict, Replicas):
         """
         watched = set(self._weights)
         if any(p.requires_grad and p not in watched for p in self._parameters):
-            raise UsageError("a parameter was unfrozen within a round of local_steps: change it after an epoch.")
+            raise UsageError("a parameter was unfrozen within a round of local_sgd: change it after an epoch.")
         finite = self._take()
         if finite:
             self._send(self._fragments if ends else [self._fragments[(self._due - 1) % self.fragments]])
@@ -259,8 +264,8 @@ class LocalSGD(StepHook, Verdict, Replicas):
         if self.steps:
             raise UsageError(
                 f"{call} was called after step {(self.steps - 1) % self.length + 1} of a round of {self.length} "
-                "(local_steps), within which the ranks have different weights: call it after the epoch, which ends "
-                "one, or, without local_fragments, after the last step of a round."
+                "(local_sgd.steps), within which the ranks have different weights: call it after the epoch, which ends "
+                "one, or, without fragments, after the last step of a round."
             )
 
     @contextmanager
@@ -290,11 +295,11 @@ class LocalSGD(StepHook, Verdict, Replicas):
         self.wait()  # what is under way would fail when communication ends
         if self._communicator.is_main:
             call_site.warn(
-                f"the run has ended within a round of local_steps: its last {self.at_stake} steps were not averaged "
-                "over the ranks. End it after an epoch, or, without local_fragments, after the last step of a round."
+                f"the run has ended within a round of local_sgd: its last {self.at_stake} steps were not averaged "
+                "over the ranks. End it after an epoch, or, without fragments, after the last step of a round."
             )
 
-    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+    def collect(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the outer optimizer's state, and the mean of what is under way, for which it waits.
 
         Values belong to the numbers of parameters of the optimizer that trains them.
@@ -320,7 +325,7 @@ class LocalSGD(StepHook, Verdict, Replicas):
         return [(numbers[weight], shared) for weight, shared in zip(self._weights, self._shared, strict=True)]
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any], own: Mapping[str, Any], optimizer: Optimizer) -> None:
+    def restore(self, state: Mapping[str, Any], own: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Load these states for the parameters of an optimizer, which have the shared weights.
 
         Without weights in this rank's own state, or with one of another schedule, a new round begins.

@@ -1,4 +1,4 @@
-"""What ranks don't share with ``local_steps``: each has its own optimizer state, and within a round its own weights.
+"""What ranks don't share with ``local_sgd``: each has its own optimizer state, and within a round its own weights.
 
 A checkpoint has the shared weights, and rank 0's optimizer state beside them. This is the rest: the states of the outer
 optimizer, and of the other ranks' optimizers, with the own weights of each rank.
@@ -7,19 +7,20 @@ optimizer, and of the other ranks' optimizers, with the own weights of each rank
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import in_order
-from unitrain.checkpoint.parts import StatePart
+from unitrain.training.state_parts import StatePart
+
+if TYPE_CHECKING:
+    from unitrain.features.local_sgd.rounds import LocalSGD
 from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.checkpoint.store.located import FEATURE
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import needed, receive
 from unitrain.errors import CheckpointError
-
-from .rounds import LocalSGD
 
 
 class LocalStates(StatePart):
@@ -36,14 +37,14 @@ class LocalStates(StatePart):
         if not optimizers:
             return None
         local, ranks, [optimizer] = self._local, self._communicator, optimizers.values()
-        first, own = (local.with_own(one, optimizer) for one in (local.state_dict(optimizer), optimizer.state_dict()))
+        first, own = (local.with_own(one, optimizer) for one in (local.collect(optimizer), optimizer.state_dict()))
         return [first, *(of_rank(ranks, rank, own) for rank in range(1, ranks.world_size))]
 
     def check(self, saved: list[Any], *, force: bool) -> None:
         """Raise CheckpointError if saved states, given their outlines, come from another number of ranks."""
         if len(saved) != self._communicator.world_size and not force:
             raise CheckpointError(
-                f"with local_steps, each rank has an optimizer state of its own, and the checkpoint has those of "
+                f"with local_sgd, each rank has an optimizer state of its own, and the checkpoint has those of "
                 f"{len(saved)} ranks, not of {self._communicator.world_size}: resume with {len(saved)} processes, or "
                 "with resume(force=True), which gives all ranks rank 0's, and the weights that they share. Nothing was "
                 "loaded."
@@ -59,6 +60,6 @@ class LocalStates(StatePart):
         fits = len(expected) == ranks.world_size
         mine = {0, ranks.rank} if fits else {0}
         saved = receive(ranks, expected, source, new=needed(lambda path: path[0] in mine))
-        self._local.load_state_dict(saved[0], saved[ranks.rank] if fits else {"state": {}}, optimizer)
+        self._local.restore(saved[0], saved[ranks.rank] if fits else {"state": {}}, optimizer)
         if ranks.rank in mine - {0}:
             optimizer.load_state_dict(saved[ranks.rank])

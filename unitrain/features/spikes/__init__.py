@@ -1,28 +1,32 @@
-"""What ranks do at a step with unusually large gradients (``on_spike``)."""
+"""What all ranks do at a step with unusually large gradients."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from unitrain.config import StrategyConfig
+from unitrain.config import Section, StrategyConfig
+from unitrain.features import Exclusion
 
 if TYPE_CHECKING:
-    from unitrain.training.sockets import Sockets
+    from unitrain.feature import Feature
+
+SETTING = "on_spike"
+EXCLUDES = (
+    Exclusion(
+        "compression", "powersgd carries a skipped gradient into later steps", ("powersgd",), by=("skip", "rewind")
+    ),
+)
 
 
-def wanted(config: StrategyConfig) -> bool:
-    """Return whether the settings ask for it."""
-    return config.on_spike != "ignore"
+class Settings(Section):
+    """The setting that this feature adds to those of a run."""
+
+    on_spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = "ignore"
+    """What ranks do if the norm of the gradients is far above the last 128 steps'; rewind: go back about 100 steps."""
 
 
-def plug_in(sockets: Sockets) -> None:
-    """Judge each step by the norm of its gradients, and save the norms."""
-    from .spikes import Rewind, Spikes
+def make(config: StrategyConfig) -> Feature:
+    """Return what judges each step by the norm of its gradients."""
+    from unitrain.features.spikes.spikes import Spikes
 
-    rewind = None
-    if sockets.config.on_spike == "rewind":
-        rewind = Rewind(sockets.communicator, sockets.prepared, sockets.followers)
-        sockets.hooks.add_hook(rewind)
-    spikes = Spikes(sockets.communicator, sockets.config.on_spike, rewind)
-    sockets.verdicts.append(spikes)
-    sockets.values["spikes"] = spikes
+    return Spikes(Settings.of(config).on_spike)

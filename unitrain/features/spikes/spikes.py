@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import NonFiniteError
+from unitrain.feature import Feature
 from unitrain.job.watch.stopping import Stopped
 from unitrain.process import print_stdout
 from unitrain.training.hooks import StepHook
-from unitrain.training.loop.judge import Verdict
+from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.training_state import Copies
 
@@ -64,15 +65,24 @@ class Rewind(StepHook):
         return step
 
 
-class Spikes(Verdict):
+class Spikes(Feature):
     """Applies ``on_spike``."""
 
-    def __init__(self, communicator: Communicator, policy: str, rewind: Rewind | None) -> None:
-        self._is_main, self._pulse = communicator.is_main, communicator.pulse
+    name = "spikes"
+
+    def __init__(self, policy: str) -> None:
         self._policy = policy
-        self._rewind = rewind
         self._norms: deque[float] = deque(maxlen=_STEPS)  # spikes included: a level that stays is none
+        self._rewind: Rewind | None = None
         self._message = ""
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Judge each step by the norm of its gradients."""
+        super().plug_in(sockets)
+        self._is_main, self._pulse = sockets.communicator.is_main, sockets.communicator.pulse
+        if self._policy == "rewind":
+            self._rewind = Rewind(sockets.communicator, sockets.prepared, sockets.followers)
+            sockets.hooks.add_hook(self._rewind)
 
     def forbids(self, norm: float) -> bool:
         """Record the norm of a step's gradients, and return whether the step is not to be made."""

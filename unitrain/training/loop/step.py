@@ -22,10 +22,10 @@ from unitrain.training.loop.backward import Backward
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import ScriptChecks
 from unitrain.training.loop.judge import Judge, NonFinitePolicy
+from unitrain.training.loop.sockets import Replicas, Sockets
 from unitrain.training.loop.weights import Losses, LossScale, ScriptLosses, ScriptWeights, Weights
 from unitrain.training.loop.window import Window, Windows
 from unitrain.training.models.supported import check_scheduler
-from unitrain.training.sockets import Replicas, Sockets
 
 
 class StepResult(NamedTuple):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -11,6 +12,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.errors import UsageError
+
+
+@runtime_checkable
+class Average(Protocol):
+    """A module with other weights for a model, such as averages of them."""
+
+    def swapped(self) -> AbstractContextManager[nn.Module]:
+        """Return a context manager that gives the model these weights, and yields the model."""
 
 
 class PreparedModules:

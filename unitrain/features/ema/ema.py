@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,45 +15,64 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from unitrain.device import by_device
 from unitrain.errors import UsageError
+from unitrain.feature import Feature
 from unitrain.training.batch_norm.layers import is_unsynchronised
-from unitrain.training.hooks import StepHook
-from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.loop.sockets import Sockets
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-class EMA(nn.Module, StepHook):
-    """Exponential moving average of a prepared model's weights. Made by ``strategy.ema``.
+class EMA(nn.Module, Feature):
+    """Exponential moving average of a prepared model's weights, updated after each step of an optimizer of this model.
+
+    Pass it to ``strategy.evaluation`` to evaluate the model with the averaged weights, to ``strategy.checkpoint`` to
+    save and resume it, and to ``strategy.export`` or ``strategy.save_weights`` for the averaged model.
 
     It begins with the weights before training (those that the script has loaded until the first step), and after each
-    step of an optimizer of this model becomes ``decay * average + (1 - decay) * weights``. Parameters and the running
-    statistics of BatchNorm are averaged. Other buffers are the model's own.
+    step becomes ``decay * average + (1 - decay) * weights``. Parameters and the running statistics of BatchNorm are
+    averaged. Other buffers are the model's own.
 
     It is a module so that checkpoints treat it as they do the model. Its state dict has the keys of the model's.
-    ``to_local`` returns this rank's part of a weight, in the same memory.
+
+    Args:
+        model: the model, as ``prepare`` returned it.
+        decay: share of the average that a step keeps; the rest comes from the new weights.
+
+    Raises:
+        UsageError: ``decay`` is not in [0, 1); or, when it is added, the model was not prepared, its weights can't be
+            averaged, or the ranks have different weights after a step.
 
     Attributes:
         averages: the averages of all weights, or of this rank's parts of them.
+
+    Example:
+        >>> ema = strategy.add(EMA(model, decay=0.999))
+        >>> with strategy.evaluation(ema):
+        ...     logits = model(images)
     """
 
-    def __init__(
-        self,
-        prepared: PreparedModules,
-        model: nn.Module,
-        decay: float,
-        to_local: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-    ) -> None:
+    kept_in_checkpoints = "an EMA"
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         super().__init__()
         if not 0 <= decay < 1:
             raise UsageError(f"ema: decay is {decay}, but must be at least 0 and less than 1, like 0.999.")
+        self._models = model, model  # in a tuple: they are no part of this module
+        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Average the weights from now on."""
+        if differ := sockets.replicas.differ:
+            raise UsageError(f"an EMA averages weights after each step, and {differ}.")
+        prepared, to_local, model = sockets.prepared, sockets.communicator.to_local, self._models[0]
         original = prepared.unwrap(model)
-        self._models = model, original  # in a tuple: they are no part of this module
+        self._models = model, original
         self._prepared = prepared
         self._named = _averaged(original)
         for name, weight in self._named.items():
             if isinstance(weight, Parameter) and not prepared.has(weight):
                 raise UsageError(
-                    f"ema() needs a prepared model, but {name} belongs to none: pass it what prepare() returned."
+                    f"an EMA needs a prepared model, but {name} belongs to none: pass it what prepare() returned."
                 )
             if weight.dtype not in _DTYPES:
                 raise UsageError(
@@ -70,13 +89,14 @@ class EMA(nn.Module, StepHook):
             _holder(layer, self._average_of) for layer in original.modules() if is_unsynchronised(layer)
         )
         self._parameters_of_model = {weight for weight in self._named.values() if isinstance(weight, Parameter)}
-        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._begun = False
         self._versions: list[int] = []  # of the weights, when they were exchanged last
         saved = {id(value) for value in original.state_dict(keep_vars=True).values()}
         for name, weight in self._named.items():
             if id(weight) not in saved:
                 raise UsageError(f"ema: the model's state_dict() lacks {name}, so its average could not be saved.")
+        sockets.followers += self.averages
+        super().plug_in(sockets)
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """Copy the weights before the first step, if the script has loaded others since the average was made."""
@@ -164,7 +184,7 @@ class EMA(nn.Module, StepHook):
         for name in {**self._named, **now}:
             if now.get(name) is not self._named.get(name):
                 raise UsageError(
-                    f"{name} is not the tensor that ema() averages: change the model before, or load values into it."
+                    f"{name} is not the tensor that the EMA averages: change the model before, or load values into it."
                 )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -178,7 +198,9 @@ class EMA(nn.Module, StepHook):
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Load the averages from a state dict of an EMA, or of a model. Other values in it are ignored."""
         self._check_readable()
         own: dict[str, Any] = self._models[1].state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""Within a round of ``local_steps``: the weights that ranks share, and what needs equal weights and is refused."""
+"""Within a round of ``local_sgd``: the weights that ranks share, and what needs equal weights and is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import model_of, weights
+from plain_loop import merged, model_of, weights
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import unitrain
 from unitrain import UsageError
+from unitrain.features.ema import EMA
 
 STEPS = 3
-SETTINGS: dict[str, Any] = {"precision": "fp64", "device": "cpu", "timeout_s": 30, "local_steps": STEPS}
+SETTINGS: dict[str, Any] = {"precision": "fp64", "device": "cpu", "timeout_s": 30, "local_sgd": {"steps": STEPS}}
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -27,8 +28,8 @@ def adamw(model: nn.Module) -> Optimizer:
 
 def outputs(folder: str) -> None:
     """Compare what ranks evaluate, export and save within a round with fragments."""
-    settings = {"local_steps": 4, "local_fragments": 2}
-    with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
+    settings = {"local_sgd": {"steps": 4, "fragments": 2}}
+    with unitrain.init(**merged(SETTINGS, settings)) as strategy, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the run has ended within a round")
         model = nn.Sequential(model_of(), Counting())
         prepared, optimizer = strategy.prepare(model, adamw(model))
@@ -103,7 +104,7 @@ def refused() -> list[str]:
             lambda: strategy.evaluation(prepared).__enter__(),
             lambda: strategy.export(prepared),
             lambda: strategy.check_in_sync(prepared),
-            lambda: strategy.ema(prepared),
+            lambda: strategy.add(EMA(prepared)),
             lambda: strategy.step(prepared(torch.ones(2, 4)).sum(), other),
         ):
             with pytest.raises(UsageError) as raised:
@@ -111,7 +112,7 @@ def refused() -> list[str]:
             said.append(str(raised.value))
         with pytest.warns(UserWarning, match=r"its last 1 steps were not averaged over the ranks"):
             strategy.close()
-    with unitrain.init(**{**SETTINGS, "local_steps": 8, "local_fragments": 5}) as strategy:
+    with unitrain.init(**merged(SETTINGS, {"local_sgd": {"steps": 8, "fragments": 5}})) as strategy:
         prepared, optimizer = strategy.prepare(model, adamw(model))
         with pytest.raises(UsageError) as raised:
             strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
@@ -131,10 +132,10 @@ def refused() -> list[str]:
 
 def test_what_needs_equal_weights_is_refused_within_a_round() -> None:
     [said] = {tuple(one) for one in run_ranks(refused, nprocs=1)}
-    assert all("called after step 1 of a round of 3 (local_steps)" in one for one in said[:3])
+    assert all("called after step 1 of a round of 3 (local_sgd.steps)" in one for one in said[:3])
     assert said[3:] == (
-        "ema() averages weights after each step, and with local_steps ranks have different ones.",
-        "local_steps supports one optimizer: give it all parameters, in groups.",
-        "local_fragments is 5, but only 4 parameters are trained, and each fragment needs one: set it to fewer.",
-        "a parameter was unfrozen within a round of local_steps: change it after an epoch.",
+        "an EMA averages weights after each step, and with local_sgd, ranks have different ones within a round.",
+        "local_sgd supports one optimizer: give it all parameters, in groups.",
+        "local_sgd.fragments is 5, but only 4 parameters are trained, and each fragment needs one: set it to fewer.",
+        "a parameter was unfrozen within a round of local_sgd: change it after an epoch.",
     )

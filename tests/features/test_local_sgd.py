@@ -1,4 +1,4 @@
-"""Rounds of ``local_steps`` train as workers simulated in one process do, and end before what needs equal weights."""
+"""Rounds of ``local_sgd`` train as workers simulated in one process do, and end before what needs equal weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ from unitrain import CheckpointError, ConfigError, NonFiniteError, Stopped, Usag
 
 # Each rank has a sample of each micro-batch.
 SAMPLES, BATCH, STEPS, EPOCHS = 65, 6, 3, 2
-STREAMED: dict[str, Any] = {"local_steps": 7, "local_fragments": 3}
+STREAMED: dict[str, Any] = {"local_sgd": {"steps": 7, "fragments": 3}}
 FRAGMENTS = [[0], [2], [1, 3]]  # the largest parameter first, each to the smallest fragment
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
-SETTINGS: dict[str, Any] = {"precision": "fp64", "device": "cpu", "timeout_s": 30, "local_steps": STEPS, **OUTER}
+SETTINGS: dict[str, Any] = {
+    "precision": "fp64",
+    "device": "cpu",
+    "timeout_s": 30,
+    "local_sgd": {"steps": STEPS, **OUTER},
+}
 
 
 class Result(NamedTuple):
@@ -58,7 +63,7 @@ def flat(model: nn.Module) -> Tensor:
 
 def train(folder: str, end: int, backend: str, settings: dict[str, Any]) -> Result:
     """Train up to a step, or to the end of the last epoch."""
-    with unitrain.init(**{**SETTINGS, "backend": backend, **settings}) as strategy, warnings.catch_warnings():
+    with unitrain.init(**merged(SETTINGS, {"backend": backend}, settings)) as strategy, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
@@ -73,7 +78,7 @@ def train(folder: str, end: int, backend: str, settings: dict[str, Any]) -> Resu
                 rows[-1] += numbers.tolist()
                 if strategy.step(mse_loss(prepared(inputs), targets), optimizer).stepped:
                     rows.append([])
-                    if strategy.config.local_fragments > 1:
+                    if settings.get("local_sgd", {}).get("fragments", 1) > 1:
                         strategy.check_in_sync(prepared)
                         with strategy.evaluation(prepared):
                             shared.append(flat(model).clone())
@@ -156,9 +161,10 @@ def simulate(ranks: list[list[list[int]]], local_steps: int, fragments: list[lis
 def test_ranks_train_as_simulated_workers_and_go_on_after_a_save(
     backend: str, world: int, launcher: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    fragments = FRAGMENTS if "local_fragments" in settings else [[0, 1, 2, 3]]
-    local_steps = settings.get("local_steps", STEPS)
-    end = 5 if "local_fragments" in settings else STEPS  # where the second fragment is sent, and the first one taken
+    schedule = settings.get("local_sgd", {})
+    fragments = FRAGMENTS if "fragments" in schedule else [[0, 1, 2, 3]]
+    local_steps = schedule.get("steps", STEPS)
+    end = 5 if "fragments" in schedule else STEPS  # where the second fragment is sent, and the first one taken
     begun = run_ranks(train, str(tmp_path), end, backend, settings, nprocs=world, launcher=launcher)
     resumed = run_ranks(train, str(tmp_path), 0, backend, settings, nprocs=world, launcher=launcher)
     assert [len(one.rows) for one in begun + resumed] == [end] * world + [22 - end] * world
@@ -172,7 +178,7 @@ def test_ranks_train_as_simulated_workers_and_go_on_after_a_save(
 
 
 def go_on(folder: str, settings: dict[str, Any], force: bool) -> Tensor:
-    with unitrain.init(**SETTINGS, **settings) as strategy:
+    with unitrain.init(**merged(SETTINGS, settings)) as strategy:
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
         checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer)
@@ -182,7 +188,7 @@ def go_on(folder: str, settings: dict[str, Any], force: bool) -> Tensor:
 
 
 def save_one(folder: str, settings: dict[str, Any]) -> Tensor:
-    with unitrain.init(**SETTINGS, **settings) as strategy, warnings.catch_warnings():
+    with unitrain.init(**merged(SETTINGS, settings)) as strategy, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
@@ -193,7 +199,7 @@ def save_one(folder: str, settings: dict[str, Any]) -> Tensor:
         return flat(strategy.export(prepared))
 
 
-@pytest.mark.parametrize("settings", [{}, {"local_fragments": 2}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"local_sgd": {"fragments": 2}}], ids=str)
 def test_another_number_of_ranks_is_refused_unless_forced(settings: dict[str, Any], tmp_path: Path) -> None:
     shared, _ = run_ranks(save_one, str(tmp_path), settings)
     with pytest.raises(CheckpointError, match=r"has those of 2 ranks, not of 1: resume with 2 processes, or with"):
@@ -202,10 +208,10 @@ def test_another_number_of_ranks_is_refused_unless_forced(settings: dict[str, An
 
 
 def test_other_fragments_are_refused_unless_forced(tmp_path: Path) -> None:
-    shared, _ = run_ranks(save_one, str(tmp_path), {"local_fragments": 2})
-    with pytest.raises(CheckpointError, match=r"strategy\.local_fragments was 2 and is now 3"):
-        run_ranks(go_on, str(tmp_path), {"local_fragments": 3}, False)
-    for found in run_ranks(go_on, str(tmp_path), {"local_fragments": 3}, True):
+    shared, _ = run_ranks(save_one, str(tmp_path), {"local_sgd": {"fragments": 2}})
+    with pytest.raises(CheckpointError, match=r"strategy\.local_sgd\.fragments was 2 and is now 3"):
+        run_ranks(go_on, str(tmp_path), {"local_sgd": {"fragments": 3}}, False)
+    for found in run_ranks(go_on, str(tmp_path), {"local_sgd": {"fragments": 3}}, True):
         assert torch.equal(found, shared)
 
 
@@ -213,7 +219,7 @@ def test_other_fragments_are_refused_unless_forced(tmp_path: Path) -> None:
 
 
 def not_finite(settings: dict[str, Any]) -> tuple[str, Tensor]:
-    with unitrain.init(**{**SETTINGS, **settings}, on_nonfinite="raise") as strategy:
+    with unitrain.init(**merged(SETTINGS, settings), on_nonfinite="raise") as strategy:
         model = net()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
         before = flat(model)
@@ -233,7 +239,7 @@ def not_finite(settings: dict[str, Any]) -> tuple[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "steps"), [({}, STEPS), ({"local_steps": 4, "local_fragments": 2}, 4)], ids=["whole", "fragments"]
+    ("settings", "steps"), [({}, STEPS), ({"local_sgd": {"steps": 4, "fragments": 2}}, 4)], ids=["whole", "fragments"]
 )
 def test_all_ranks_end_with_shared_weights_after_a_round_in_which_one_has_no_finite_loss(
     settings: dict[str, Any], steps: int
@@ -245,7 +251,7 @@ def test_all_ranks_end_with_shared_weights_after_a_round_in_which_one_has_no_fin
 
 
 def stopped(folder: str, settings: dict[str, Any]) -> int:
-    with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
+    with unitrain.init(**merged(SETTINGS, settings)) as strategy, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
@@ -264,7 +270,7 @@ def stopped(folder: str, settings: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"local_steps": 6, "local_fragments": 2}], ids=["at its end", "where a fragment is sent"]
+    "settings", [{}, {"local_sgd": {"steps": 6, "fragments": 2}}], ids=["at its end", "where a fragment is sent"]
 )
 def test_a_signal_stops_a_round(settings: dict[str, Any], tmp_path: Path) -> None:
     first, second = run_ranks(stopped, str(tmp_path), settings)
@@ -278,8 +284,8 @@ def stopped_in_an_evaluation(folder: str, resumes: bool) -> tuple[Tensor, Tensor
 
     The last loss before the stop is NaN on rank 1.
     """
-    settings = {"local_steps": 4, "local_fragments": 2, "on_nonfinite": "raise"}
-    with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
+    settings = {"local_sgd": {"steps": 4, "fragments": 2}, "on_nonfinite": "raise"}
+    with unitrain.init(**merged(SETTINGS, settings)) as strategy, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
@@ -337,16 +343,18 @@ def test_what_a_signal_saves_in_an_evaluation_within_a_round(tmp_path: Path) -> 
         ({"compression": "powersgd"}, "compression"),
         ({"precision": "fp16"}, "precision"),
         ({"on_nonfinite": "skip"}, "on_nonfinite"),
-        ({"local_steps": 1, "outer_lr": 0.5}, "outer_lr"),
-        ({"local_steps": 1, "local_fragments": 2}, "local_fragments"),
-        ({"local_fragments": 5}, "local_fragments"),
+        ({"local_sgd": {"steps": 1, "outer_lr": 0.5}}, "outer_lr"),
+        ({"local_sgd": {"steps": 1, "fragments": 2}}, "fragments"),
+        ({"local_sgd": {"fragments": 5}}, "fragments"),
     ],
 )
 def test_settings_that_exclude_rounds(settings: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"local_steps is .*{name} is .*mutually exclusive"):
-        unitrain.init(**{"backend": "single", "local_steps": 4, **settings})
+    with pytest.raises(ConfigError, match=rf"local_sgd\.steps is .*{name} is .*mutually exclusive"):
+        unitrain.init(**merged({"backend": "single", "local_sgd": {"steps": 4}}, settings))
 
 
 def test_fsdp_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"local_steps is 4, but backend fsdp shards one model"):
-        unitrain.init(backend="fsdp", device="cpu", local_steps=4)
+    with pytest.raises(
+        ConfigError, match=r"Backend fsdp does not support local_sgd\.steps 4: each rank must hold a whole model"
+    ):
+        unitrain.init(backend="fsdp", device="cpu", local_sgd={"steps": 4})

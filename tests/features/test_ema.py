@@ -25,7 +25,7 @@ from torch.profiler import profile
 
 import unitrain
 from unitrain import CheckpointError, Stopped, Strategy, UsageError
-from unitrain.training.optimizers.ema import EMA
+from unitrain.features.ema import EMA
 
 __all__ = ["ready"]  # the fixture
 DECAY, BATCH, EPOCHS = 0.7, 5, 3
@@ -61,7 +61,7 @@ class Run:
         self.strategy = unitrain.init(precision="fp64", device="cpu", timeout_s=60, **settings)
         model = net()
         self.model, self.optimizer = self.strategy.prepare(model, sgd(model))
-        self.ema = self.strategy.ema(self.model, DECAY)
+        self.ema = self.strategy.add(EMA(self.model, DECAY))
         self.loader = self.strategy.dataloader(data(), global_batch_size=batch)
         self.checkpoint = self.strategy.checkpoint(
             folder, model=self.model, optimizer=self.optimizer, ema=self.ema, loader=self.loader
@@ -173,7 +173,7 @@ def test_statistics_that_differ_between_ranks_are_averaged_like_the_model_s(tmp_
 def test_it_is_updated_once_for_each_optimizer_step_as_torch_s_is(ready: Ready) -> None:
     strategy, model, optimizer = ready  # accumulate is 2
     inputs, targets = data().tensors
-    ema = strategy.ema(model, DECAY)
+    ema = strategy.add(EMA(model, DECAY))
     with torch.no_grad():
         model.get_parameter("0.weight").mul_(2)  # weights that are loaded before the first step
     reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))  # type: ignore[no-untyped-call]
@@ -210,7 +210,7 @@ def test_it_begins_with_weights_that_were_written_past_autograd(tmp_path: Path, 
 def test_it_is_not_updated_for_a_step_that_is_skipped() -> None:
     with strategy_of(on_nonfinite="skip") as strategy:
         model, optimizer = strategy.prepare(module := model_of(), SGD(module.parameters(), lr=0.1))
-        ema = strategy.ema(model, DECAY)
+        ema = strategy.add(EMA(model, DECAY))
         assert strategy.step(model(torch.ones(1, 4)).sum(), optimizer).stepped
         before = weights(strategy.export(ema))
         assert strategy.step(model(torch.full((1, 4), torch.nan)).sum(), optimizer).skipped
@@ -221,7 +221,7 @@ def test_it_follows_the_optimizers_of_its_model_only() -> None:
     with strategy_of() as strategy:
         generator, discriminator = strategy.prepare(model_of(), model_of(1))
         optimizers = [SGD(model.parameters(), lr=0.1) for model in (generator, discriminator)]
-        ema = strategy.ema(generator, 0.5)
+        ema = strategy.add(EMA(generator, 0.5))
         before = weights(generator)
         for model, optimizer in ((discriminator, optimizers[1]), (generator, optimizers[0])):
             average = weights(strategy.export(ema))
@@ -242,7 +242,7 @@ def test_an_update_is_one_call() -> None:
 
         operators()
         without = operators()
-        strategy.ema(model, DECAY)
+        strategy.add(EMA(model, DECAY))
         operators()
         assert operators() == sorted([*without, "aten::_foreach_lerp_"])
 
@@ -326,7 +326,7 @@ def test_a_signal_in_an_evaluation_saves_the_weights_of_training(run: Run, tmp_p
 
 
 def test_what_would_lose_weights_in_a_swap_is_refused(run: Run) -> None:
-    second = run.strategy.ema(run.model, 0.5)
+    second = run.strategy.add(EMA(run.model, 0.5))
     trained = weights(run.model)
     with run.ema.swapped():
         for other in (run.ema, second):
@@ -368,7 +368,7 @@ def test_compiled_and_wrapped_models() -> None:
                 compiled: Any = torch.compile(module, backend="eager") if compiled_first else module
                 model, optimizer = strategy.prepare(compiled, sgd(module))
                 model = model if compiled_first else cast(Any, torch.compile(model, backend="eager"))
-                ema = strategy.ema(model, 0.5)
+                ema = strategy.add(EMA(model, 0.5))
                 inputs = torch.randn(3, 4)
                 for _ in range(2):
                     strategy.step(model(inputs).sum(), optimizer)
@@ -391,11 +391,17 @@ class Holed(nn.Linear):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda strategy: strategy.ema(model_of()), r"needs a prepared model, but 0\.weight belongs to none"),
-        (lambda strategy: strategy.ema(strategy.prepare(nn.Linear(1, 1)), 1.0), r"decay is 1\.0, but must be"),
-        (lambda strategy: strategy.ema(strategy.prepare(nn.Linear(1, 1)), float("nan")), "decay is nan"),
-        (lambda strategy: strategy.ema(strategy.prepare(nn.Linear(1, 1).bfloat16())), "weight is bfloat16, which is"),
-        (lambda strategy: strategy.ema(strategy.prepare(Holed(1, 1))), r"state_dict\(\) lacks bias"),
+        (lambda strategy: strategy.add(EMA(model_of())), r"needs a prepared model, but 0\.weight belongs to none"),
+        (lambda strategy: strategy.add(EMA(strategy.prepare(nn.Linear(1, 1)), 1.0)), r"decay is 1\.0, but must be"),
+        (lambda strategy: strategy.add(EMA(strategy.prepare(nn.Linear(1, 1)), float("nan"))), "decay is nan"),
+        (
+            lambda strategy: strategy.add(EMA(strategy.prepare(nn.Linear(1, 1).bfloat16()))),
+            "weight is bfloat16, which is",
+        ),
+            lambda strategy: strategy.add(EMA(strategy.prepare(nn.Linear(1, 1).bfloat16()))),
+            "weight is bfloat16, which is",
+        ),
+        (lambda strategy: strategy.add(EMA(strategy.prepare(Holed(1, 1)))), r"state_dict\(\) lacks bias"),
     ],
 )
 def test_what_can_t_be_averaged_is_refused(make: Any, said: str) -> None:
@@ -415,7 +421,7 @@ def test_a_buffer_that_is_infinite_stays_the_model_s(tmp_path: Path) -> None:
 
     with unitrain.init(backend="single", device="cpu") as strategy:
         model, optimizer = strategy.prepare(module := Masked(), SGD(module.parameters(), lr=0.1))
-        ema = strategy.ema(model, 0.9)
+        ema = strategy.add(EMA(model, 0.9))
         for _ in range(3):
             strategy.step(model(torch.ones(1, 2)).sum(), optimizer)
         state = ema.state_dict()
@@ -438,7 +444,7 @@ def test_another_average_s_state_is_refused(run: Run, tmp_path: Path) -> None:
     run.close()
     strategy: Strategy = strategy_of()
     model = strategy.prepare(model_of())
-    checkpoint = strategy.checkpoint(tmp_path, model=model, ema=strategy.ema(model))
+    checkpoint = strategy.checkpoint(tmp_path, model=model, ema=strategy.add(EMA(model)))
     with pytest.raises(CheckpointError, match="contains ema, loader, model, optimizer, but this run has ema, model"):
         checkpoint.resume()
-    assert isinstance(strategy.ema(model), EMA)
+    assert isinstance(strategy.add(EMA(model)), EMA)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import unitrain
 from unitrain import ConfigError, Stopped, Strategy
+from unitrain.features.ema import EMA
 from unitrain.training.loop.step import StepResult
 
 NORMAL = 64
@@ -107,7 +108,7 @@ def rewound(backend: str, settings: dict[str, Any]) -> tuple[dict[int, list[Tens
         model = Net().double()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer := Adam(model.parameters(), 0.01), 0.99)
         net, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
-        average = strategy.ema(net, 0.9)
+        average = strategy.add(EMA(net, 0.9))
         generator = torch.Generator().manual_seed(strategy.rank)
         after = {}
         for step in range(1, SPIKE_AT + 2):
@@ -171,7 +172,10 @@ def test_all_ranks_skip_alike_also_after_a_resume_on_others(tmp_path: Path) -> N
 
 
 def test_it_is_refused_where_ranks_would_decide_apart() -> None:
-    for settings, other in (({"local_steps": 2}, "local_steps"), ({"compression": "powersgd"}, "compression")):
+    for settings, other in (
+        ({"local_sgd": {"steps": 2}}, "local_sgd.steps"),
+        ({"compression": "powersgd"}, "compression"),
+    ):
         for policy in ("skip", "rewind"):
             with pytest.raises(ConfigError, match=rf"{other}.*mutually exclusive"):
                 unitrain.init(backend="single", on_spike=policy, **settings)

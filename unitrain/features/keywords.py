@@ -1,4 +1,7 @@
-"""The keyword arguments of ``unitrain.init``, for editors and type checkers."""
+"""The keyword arguments of ``unitrain.init``, for editors and type checkers.
+
+At run time, the installed backends and features declare them.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,7 @@ class StrategySettings(TypedDict, total=False):
     on_spike: Literal["ignore", "warn", "skip", "rewind", "stop"]
     compression: Literal["none", "fp16", "bf16", "powersgd"]
     shard_optimizer: bool
-    local_steps: int
-    local_fragments: int
-    outer_lr: float
-    outer_momentum: float
+    local_sgd: Section | Mapping[str, Any]
     debug: bool
     timeout_s: float
     heartbeat_timeout_s: float

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from unitrain.errors import UsageError
+
 
 class StatePart:
     """State that checkpoints have in a file of its own, beside those of the run's objects.
@@ -47,3 +49,34 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state."""
+
+
+class States:
+    """The small states of a run, by name."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+        self._waiting: dict[str, dict[str, Any]] = {}  # loaded before their objects were added
+
+    def add(self, name: str, stateful: Stateful) -> None:
+        """Save and load the state of an object from now on. What was loaded before under its name is loaded now.
+
+        Raises:
+            UsageError: there is another object of this name.
+        """
+        if name in self._objects:
+            raise UsageError(f"there is a feature {name!r} already: give each a name of its own.")
+        self._objects[name] = stateful
+        if name in self._waiting:
+            stateful.load_state_dict(self._waiting.pop(name))
+
+    def collect(self) -> dict[str, dict[str, Any]]:
+        """Return the states by name, with those that no object has taken yet."""
+        return {**self._waiting, **{name: stateful.state_dict() for name, stateful in self._objects.items()}}
+
+    def load(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Load states. Those of objects that are added later wait for them."""
+        self._waiting = {name: state for name, state in states.items() if name not in self._objects}
+        for name, stateful in self._objects.items():
+            if name in states:
+                stateful.load_state_dict(states[name])

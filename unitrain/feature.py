@@ -1,0 +1,57 @@
+"""``Feature``: the base class of what is added to a run, by UniTrain's own features and by scripts alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unitrain.training.hooks import StepHook
+from unitrain.training.loop.judge import Verdict
+from unitrain.training.loop.sockets import Sockets
+
+
+class Feature(StepHook, Verdict):
+    """A capability that is added to a run with ``strategy.add``. A subclass overrides what it needs.
+
+    It is notified around each step (the methods of ``StepHook``), may forbid a step on all ranks (those of
+    ``Verdict``), and may have a state that checkpoints save and resume.
+
+    Attributes:
+        name: of its state in checkpoints; "" if it has none. It is unique among the features of a run.
+
+    Example:
+        >>> class Countdown(unitrain.Feature):
+        ...     name = "countdown"
+        ...
+        ...     def __init__(self, steps):
+        ...         self.left = steps
+        ...
+        ...     def after_update(self, optimizer, parameters, stepped):
+        ...         self.left -= stepped
+        ...
+        ...     def state_dict(self):
+        ...         return {"left": self.left}
+        ...
+        ...     def load_state_dict(self, state):
+        ...         self.left = state["left"]
+        >>> countdown = strategy.add(Countdown(1000))
+    """
+
+    name: str = ""
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Plug this into a run. A feature that needs more than these sockets overrides it, and calls it.
+
+        Args:
+            sockets: the parts of the run.
+        """
+        sockets.hooks.add_hook(self)
+        sockets.verdicts.append(self)
+        if self.name:
+            sockets.states.add(self.name, self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to save: plain data and tensors, the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state that ``state_dict`` has returned."""
