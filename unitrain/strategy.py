@@ -34,6 +34,7 @@ from unitrain.process import print_stderr
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.loop import TrainingLoop
+from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.loop.weights import ScriptLosses, ScriptWeights
 from unitrain.training.models import preparation
@@ -45,7 +46,6 @@ from unitrain.training.models.precision import Precision
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.models.supported import check_scheduler
 from unitrain.training.optimizers.ema import EMA
-from unitrain.training.sockets import Sockets
 from unitrain.url import is_url
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Strategy:
         self.rank: int = self._communicator.rank
         self.world_size: int = self._communicator.world_size
         self.is_main: bool = self._communicator.is_main
-        shards = self._communicator.shards_parameters
+        shards = self._communicator.sharding.of_parameters
         self._precision = Precision(config.precision, self.device, self._communicator if shards else None)
         self.shares: tuple[int, ...] = reduced(config.shares or (1,) * self.world_size)
         self._prepared = PreparedModules(self.shares)
@@ -93,7 +93,7 @@ class Strategy:
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
-        if self._communicator.shards_optimizers:
+        if self._communicator.sharding.of_optimizers:
             from unitrain.training.optimizers.sharded import ShardedOptimizers  # few scripts need it
 
             self._hooks.add_hook(ShardedOptimizers(self._communicator))
@@ -271,7 +271,7 @@ class Strategy:
         """
         if differ := self._step.replicas.differ:
             raise UsageError(f"ema() averages weights after each step, and {differ}.")
-        average = EMA(self._prepared, model, decay, self._communicator.to_local)
+        average = EMA(self._prepared, model, decay, self._communicator.sharding.to_local)
         self._hooks.add_hook(average)
         self._sockets.followers += average.averages
         return average
@@ -481,7 +481,7 @@ class Strategy:
 
         Collective if it is sharded; otherwise it returns the tensor itself.
         """
-        return self._communicator.full_tensor(tensor)
+        return self._communicator.sharding.full_tensor(tensor)
 
     # ------------------------------------------------------------------------------------ collective communication
 
@@ -764,7 +764,7 @@ class Strategy:
             self._step.close()
             self._metric_check.close()
             self._prepared.release()
-            self._communicator.close(failed=job.failed)
+            self._communicator.collectives.close(failed=job.failed)
 
     def __enter__(self) -> Strategy:
         return self

@@ -20,9 +20,9 @@ from unitrain.job.watch.stopping import Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
 from unitrain.training.loop.loop import TrainingLoop
+from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models.prepared import PreparedModules
-from unitrain.training.sockets import Sockets
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import GROUPS, PARAMS, Name, names_of
-from unitrain.checkpoint.parts import StatePart
 from unitrain.checkpoint.store.located import METRICS, RUN, Manifest, is_extra
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import Form
+from unitrain.communication.state_transfer import Form
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError, UsageError
+from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.prepared import PreparedModules
-from unitrain.training.sockets import Sockets
+from unitrain.training.state_parts import StatePart
 
 # Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
 _TRAINING_SETTINGS = (

@@ -14,7 +14,7 @@ from unitrain.config import StrategyConfig
 
 if TYPE_CHECKING:
     from unitrain.communication.backend import Backend
-    from unitrain.training.sockets import Sockets
+    from unitrain.training.loop.sockets import Sockets
 
 
 def check(config: StrategyConfig, backend: type[Backend]) -> None:

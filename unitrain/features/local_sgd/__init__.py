@@ -9,7 +9,7 @@ from unitrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from unitrain.communication.backend import Backend
-    from unitrain.training.sockets import Sockets
+    from unitrain.training.loop.sockets import Sockets
 
 
 def wanted(config: StrategyConfig) -> bool:

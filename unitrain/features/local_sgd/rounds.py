@@ -37,11 +37,11 @@ from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.averaging import WAITING
 from unitrain.training.loop.judge import Findings, NonFinitePolicy, Verdict
+from unitrain.training.loop.sockets import Replicas
 from unitrain.training.loop.window import Window
 from unitrain.training.models.buffers import BufferSync
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.optimizers.sharded import divided
-from unitrain.training.sockets import Replicas
 
 _MOMENTUM, _GRADIENT, _OWN = "momentum_buffer", "gradient", "own weight"
 _MIXED = 0.5  # share of the shared weights of a fragment in what a rank continues with
@@ -82,7 +82,7 @@ class LocalSGD(StepHook, Verdict, Replicas):
         self._buffers = BufferSync(communicator, prepared) if syncs else None
         self._make_reducer = partial(
             GradientReducer,
-            communicator=communicator,
+            collectives=communicator.collectives,
             armed=lambda: False,
             wire_dtype=HALF_DTYPES.get(config.compression),
         )
@@ -159,7 +159,7 @@ class LocalSGD(StepHook, Verdict, Replicas):
 
     def _average(self, *, ends: bool) -> None:
         """Average, and end the run if a step of the round was not finite. Collective."""
-        pulse = self._communicator.pulse
+        pulse = self._communicator.collectives.pulse
         with pulse.within(WAITING):
             when = f"within the {self.at_stake} steps up to step {pulse.step}"
             if not self.average(ends=ends):

@@ -12,12 +12,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import in_order
-from unitrain.checkpoint.parts import StatePart
 from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.checkpoint.store.located import FEATURE
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import needed, receive
+from unitrain.communication.state_transfer import needed, receive
 from unitrain.errors import CheckpointError
+from unitrain.training.state_parts import StatePart
 
 from .rounds import LocalSGD
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from unitrain.config import StrategyConfig
 
 if TYPE_CHECKING:
-    from unitrain.training.sockets import Sockets
+    from unitrain.training.loop.sockets import Sockets
 
 
 def wanted(config: StrategyConfig) -> bool:

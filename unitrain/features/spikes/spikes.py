@@ -34,7 +34,7 @@ class Rewind(StepHook):
     """Keeps copies of the weights, of what follows them, and of the optimizers' states, on the host."""
 
     def __init__(self, communicator: Communicator, prepared: PreparedModules, followers: list[Tensor]) -> None:
-        self._communicator, self._pulse = communicator, communicator.pulse
+        self._communicator, self._pulse = communicator, communicator.collectives.pulse
         self._prepared, self._followers = prepared, followers
         self._optimizers: list[Optimizer] = []
         self._copies: deque[tuple[int, Copies]] = deque(maxlen=2)  # by the step after which they were made
@@ -52,7 +52,7 @@ class Rewind(StepHook):
             modules = [self._prepared.unwrap(module) for module in self._prepared]
             weights = [one for module in modules for one in (*module.parameters(), *module.buffers())]
             states = [one.state for one in self._optimizers]
-            copies = Copies(states, (), (*weights, *self._followers), self._communicator.to_local)
+            copies = Copies(states, (), (*weights, *self._followers), self._communicator.sharding.to_local)
             self._copies.append((step, copies))
 
     def put_back(self) -> int | None:
@@ -68,7 +68,7 @@ class Spikes(Verdict):
     """Applies ``on_spike``."""
 
     def __init__(self, communicator: Communicator, policy: str, rewind: Rewind | None) -> None:
-        self._is_main, self._pulse = communicator.is_main, communicator.pulse
+        self._is_main, self._pulse = communicator.is_main, communicator.collectives.pulse
         self._policy = policy
         self._rewind = rewind
         self._norms: deque[float] = deque(maxlen=_STEPS)  # spikes included: a level that stays is none

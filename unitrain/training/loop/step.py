@@ -22,10 +22,10 @@ from unitrain.training.loop.backward import Backward
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import ScriptChecks
 from unitrain.training.loop.judge import Judge, NonFinitePolicy
+from unitrain.training.loop.sockets import Replicas, Sockets
 from unitrain.training.loop.weights import Losses, LossScale, ScriptLosses, ScriptWeights, Weights
 from unitrain.training.loop.window import Window, Windows
 from unitrain.training.models.supported import check_scheduler
-from unitrain.training.sockets import Replicas, Sockets
 
 
 class StepResult(NamedTuple):
@@ -65,7 +65,7 @@ class TrainingStep:
         self, sockets: Sockets, scaler: torch.amp.GradScaler | None, pass_boundary: Callable[[], None]
     ) -> None:
         ranks, backend, config = sockets.communicator, sockets.backend, sockets.config
-        self._pulse = ranks.pulse
+        self._pulse = ranks.collectives.pulse
         self._accumulate = config.accumulate
         self._pass_boundary = pass_boundary
         self._at_window_end: list[Callable[[], None]] = []
@@ -307,6 +307,6 @@ class TrainingStep:
 
 def _guard(communicator: Communicator, config: StrategyConfig, forbids: Callable[[float], bool]) -> GuardedStep:
     given = config.clip_norm, config.clip_value, config.grad_norm, forbids
-    if communicator.shards_parameters:
+    if communicator.sharding.of_parameters:
         return ShardedGuardedStep(communicator, *given)
     return GuardedStep(communicator.device, *given)

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from unitrain.checkpoint.parts import Stateful, StatePart
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
@@ -15,6 +14,7 @@ from unitrain.training.loop.averaging import Averaging, GradientAveraging
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.judge import Verdict
 from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.state_parts import Stateful, StatePart
 
 
 class Replicas:
