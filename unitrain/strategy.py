@@ -83,7 +83,7 @@ class Strategy:
         self.rank: int = self._communicator.rank
         self.world_size: int = self._communicator.world_size
         self.is_main: bool = self._communicator.is_main
-        shards = self._communicator.shards_parameters
+        shards = self._communicator.sharding.of_parameters
         self._precision = Precision(config.precision, self.device, self._communicator if shards else None)
         self.shares: tuple[int, ...] = reduced(config.shares or (1,) * self.world_size)
         self._prepared = PreparedModules(self.shares)
@@ -95,7 +95,7 @@ class Strategy:
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
-        if self._communicator.shards_optimizers:
+        if self._communicator.sharding.of_optimizers:
             from unitrain.training.optimizers.sharded import ShardedOptimizers  # few scripts need it
 
             self._hooks.add_hook(ShardedOptimizers(self._communicator))
@@ -476,7 +476,7 @@ class Strategy:
 
         Collective if it is sharded; otherwise it returns the tensor itself.
         """
-        return self._communicator.full_tensor(tensor)
+        return self._communicator.sharding.full_tensor(tensor)
 
     # ------------------------------------------------------------------------------------ collective communication
 
@@ -759,7 +759,7 @@ class Strategy:
             self._step.close()
             self._metric_check.close()
             self._prepared.release()
-            self._communicator.close(failed=job.failed)
+            self._communicator.collectives.close(failed=job.failed)
 
     def __enter__(self) -> Strategy:
         return self

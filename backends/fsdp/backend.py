@@ -24,7 +24,7 @@ from .settings import LARGE, FSDPSettings
 if TYPE_CHECKING:  # importing it takes a while, which scripts with other backends need not wait for
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .module import ShardedModule
+    from .sharding import FSDPSharding
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -60,15 +60,16 @@ class FSDPBackend(ProcessGroupBackend):
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
-        if self.settings.shards == "host":
-            self.replicas: int = self.world_size // launch.local_world_size
-        self.offloads: bool = self.settings.cpu_offload and device.type != "cpu"
-        if self.settings.cpu_offload and not self.offloads:
+        from .sharding import FSDPSharding
+
+        offloads = self.settings.cpu_offload and device.type != "cpu"
+        if self.settings.cpu_offload and not offloads:
             call_site.warn("fsdp.cpu_offload has no effect on a CPU: everything is in its memory.")
-        self._modules: dict[nn.Module, ShardedModule] = {}
-        self._owner: dict[Tensor, ShardedModule] = {}
+        replicas = self.world_size // launch.local_world_size if self.settings.shards == "host" else 1
+        self.sharding: FSDPSharding = FSDPSharding(
+            of_parameters=self.world_size > 1, replicas=replicas, offloads=offloads
+        )
         self._names: dict[Parameter, str] = {}
-        self._used: set[Parameter] = set()  # since the last step
         self._armed = True
         self._mesh: DeviceMesh | None = None
 
@@ -84,10 +85,10 @@ class FSDPBackend(ProcessGroupBackend):
     def _make_mesh(self) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-        if self.replicas == 1:
+        if self.sharding.replicas == 1:
             return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
         # torch would give its own groups its own timeout: with NCCL, 10 minutes.
-        ranks = torch.arange(self.world_size).view(self.replicas, -1)
+        ranks = torch.arange(self.world_size).view(self.sharding.replicas, -1)
         groups: list[Any] = [
             dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout=self.timeout)[0]
             for ranks_of_groups in (ranks.T, ranks)
@@ -96,10 +97,10 @@ class FSDPBackend(ProcessGroupBackend):
 
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here. A sharded module can't be called any more."""
-        for sharded in self._modules.values():
+        for sharded in self.sharding.modules.values():
             sharded.refuse_calls()
-        self._owner.clear()
-        self._used.clear()
+        self.sharding.module_of.clear()
+        self.sharding.used.clear()
         super().close(failed=failed)
 
     def place(self, module: nn.Module) -> None:
@@ -134,98 +135,56 @@ class FSDPBackend(ProcessGroupBackend):
             self.settings,
             compute_dtype=_DTYPES.get(self.config.precision),
             reduce_dtype=_DTYPES.get(self.config.compression),
-            offload=self.offloads,
+            offload=self.sharding.offloads,
             has_mean="nccl" in dist.get_backend(),
         )
         trim_heap()  # glibc would keep most of the whole model's memory
         sharded.arm(self._armed)
-        self._modules[original] = sharded
-        self._owner.update({p: sharded for p in original.parameters() if p not in sharded.replicated})
+        self.sharding.modules[original] = sharded
+        self.sharding.module_of.update({p: sharded for p in original.parameters() if p not in sharded.replicated})
         self._names.update({p: name for name, p in original.named_parameters()})
         return module
-
-    def copy_module(self, module: nn.Module) -> nn.Module:
-        """Return a copy with whole weights. Collective."""
-        if module not in self._modules:
-            return super().copy_module(module)
-        if not dist.is_initialized():
-            raise UsageError(
-                "a sharded model's weights can't be gathered after strategy.close(): call export() before."
-            )
-        return self._modules[module].copy()
 
     def arm(self, sync: bool) -> None:
         """Set whether the next backward reduces gradients."""
         self._armed = sync
-        for sharded in self._modules.values():
+        for sharded in self.sharding.modules.values():
             sharded.arm(sync)
-
-    def leaf(self, parameter: Parameter) -> Tensor:
-        """Return FSDP's unsharded parameter."""
-        owner = self._owner.get(parameter)
-        leaf = None if owner is None else owner.leaf(parameter)
-        return parameter if leaf is None else leaf
-
-    def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Drop the reduced gradients, and what backwards have accumulated without reducing it."""
-        for parameter in parameters:
-            parameter.grad = None
-            if parameter in self._owner:
-                self.leaf(parameter).grad = None
-        self._used.difference_update(parameters)
 
     def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
         """Return a function that completes what FSDP has reduced within backward."""
-        sharded = [p for p in parameters if p in self._owner]
-        others = [p for p in parameters if p not in self._owner]
+        sharded = [p for p in parameters if p in self.sharding.module_of]
+        others = [p for p in parameters if p not in self.sharding.module_of]
         if not sharded and not others:
             return None
         for parameter in sharded:
-            leaf = self.leaf(parameter)
+            leaf = self.sharding.leaf(parameter)
             leaf.register_post_accumulate_grad_hook(partial(self._note_used, parameter))  # type: ignore[no-untyped-call]
 
         def finish(late: bool) -> None:
             """Set ``grad`` to None where FSDP has reduced zeros only, and average what it has not."""
-            for module in dict.fromkeys(self._owner[p] for p in sharded if p in self._owner):
+            for module in dict.fromkeys(self.sharding.module_of[p] for p in sharded if p in self.sharding.module_of):
                 module.reshard()
             if self.settings.find_unused_parameters:
                 self._drop_unused(sharded)
             else:
-                self.refuse_unused([self._names[p] for p in sharded if p not in self._used])
-            self._used.difference_update(sharded)
+                self.refuse_unused([self._names[p] for p in sharded if p not in self.sharding.used])
+            self.sharding.used.difference_update(sharded)
             if others:
                 self.average(others)
 
         return finish
 
     def _note_used(self, parameter: Parameter, leaf: Tensor) -> None:
-        self._used.add(parameter)
+        self.sharding.used.add(parameter)
         if leaf.grad is not None and leaf.grad.is_sparse:
             raise UsageError(
                 f"{self._names[parameter]} has a sparse gradient, which FSDP lacks: create its layer with sparse=False."
             )
 
     def _drop_unused(self, parameters: Sequence[Parameter]) -> None:
-        used = torch.tensor([p in self._used for p in parameters], dtype=torch.int32, device=self.device)
+        used = torch.tensor([p in self.sharding.used for p in parameters], dtype=torch.int32, device=self.device)
         self.all_reduce(used, "max", "gradients.used")()
         for parameter, is_used in zip(parameters, used.tolist(), strict=True):
             if not is_used:
                 parameter.grad = None
-
-    def to_local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's shard."""
-        from .shards import to_local
-
-        return to_local(tensor)
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return all of a tensor. Collective if it is sharded."""
-        from .shards import full_tensor
-
-        return full_tensor(tensor)
-
-    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the shards of all ranks."""
-        from .shards import shards_of
-
-        return shards_of(tensor)

@@ -135,7 +135,7 @@ def train(epochs: int, settings: dict[str, Any], folder: str | None = None) -> t
             checkpoint.save()
         strategy.check_in_sync(model)
         states = [value for its in optimizer.state.values() for value in its.values() if value.dim()]
-        held = [strategy.communicator.to_local(tensor.detach()) for tensor in (*model.parameters(), *states)]
+        held = [strategy.communicator.sharding.to_local(tensor.detach()) for tensor in (*model.parameters(), *states)]
         share = sum(part.numel() for part in held) / sum(tensor.numel() for tensor in (*model.parameters(), *states))
         return losses, strategy.export(model).state_dict(), share
 
@@ -473,7 +473,7 @@ def train_offloaded(epochs: int, folder: str) -> tuple[list[float], State, set[s
         assert strategy.step(loss_of(model, words, following), optimizer).stepped
         weight = strategy.unwrap(model).get_parameter("blocks.0.layers.0.weight")
         parts = [weight.detach(), optimizer.state[weight]["exp_avg"]]
-        where = {strategy.communicator.to_local(part).device.type for part in parts}
+        where = {strategy.communicator.sharding.to_local(part).device.type for part in parts}
         assert strategy.full_tensor(weight.detach()).shape == (4 * WIDTH, WIDTH)
     return losses, weights, where
 

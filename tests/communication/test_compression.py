@@ -26,14 +26,14 @@ def train(settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple
     with unitrain.init(**settings) as strategy:
         sent: list[torch.dtype] = []
         communicator = strategy.communicator
-        reduce = communicator.all_reduce_async
+        reduce = communicator.collectives.all_reduce_async
 
         def noting(tensor: Tensor, op: str, name: str) -> Any:
             if name.startswith("gradients"):
                 sent.append(tensor.dtype)
             return reduce(tensor, op, name)
 
-        communicator.all_reduce_async = noting
+        communicator.collectives.all_reduce_async = noting
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
         model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

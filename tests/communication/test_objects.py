@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from unitrain.communication.communicator import Communicator
+from unitrain.communication.collectives import Collectives
 from unitrain.communication.objects import ObjectTransport
 from unitrain.communication.plain_data import NotPlainError
 from unitrain.errors import CommunicationError, UsageError
@@ -22,7 +22,7 @@ class Thing:
 
 def transport(rank: int, key: bytes | None, exchange: int = 5) -> ObjectTransport:
     """Return what sends a rank's objects, in one exchange."""
-    made = ObjectTransport(cast(Communicator, SimpleNamespace(rank=rank)), key)
+    made = ObjectTransport(cast(Collectives, SimpleNamespace(rank=rank)), key)
     made._exchanges = exchange
     return made
 

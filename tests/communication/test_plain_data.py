@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.communication.plain_data import NotPlainError, decode, encode
-from unitrain.communication.streaming import Form
+from unitrain.communication.state_transfer import Form
 
 Point = namedtuple("Point", "x y")
 

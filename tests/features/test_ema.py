@@ -398,9 +398,6 @@ class Holed(nn.Linear):
             lambda strategy: strategy.add(EMA(strategy.prepare(nn.Linear(1, 1).bfloat16()))),
             "weight is bfloat16, which is",
         ),
-            lambda strategy: strategy.add(EMA(strategy.prepare(nn.Linear(1, 1).bfloat16()))),
-            "weight is bfloat16, which is",
-        ),
         (lambda strategy: strategy.add(EMA(strategy.prepare(Holed(1, 1)))), r"state_dict\(\) lacks bias"),
     ],
 )

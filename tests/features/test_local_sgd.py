@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from needs import HOROVOD
+from plain_loop import merged
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -354,7 +355,5 @@ def test_settings_that_exclude_rounds(settings: dict[str, Any], name: str) -> No
 
 
 def test_fsdp_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"Backend fsdp does not support local_sgd\.steps 4: each rank must hold a whole model"
-    ):
+    with pytest.raises(ConfigError, match=r"Backend fsdp does not support local_sgd\.steps 4: each rank must"):
         unitrain.init(backend="fsdp", device="cpu", local_sgd={"steps": 4})

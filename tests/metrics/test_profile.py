@@ -164,13 +164,20 @@ def without_loader(strategy: Strategy, steps: int) -> None:
 
 def test_a_run_pays_nothing_before_and_after(tmp_path: Path) -> None:
     with unitrain.init(device="cpu") as strategy:
-        ranks = strategy.communicator
-        calls, hooks = (ranks.all_reduce_async, ranks.all_gather_async, ranks.broadcast_async), vars(strategy._hooks)
+        ranks = strategy.communicator.collectives
+        calls, hooks = (
+            (ranks.all_reduce_async, ranks.all_gather_async, ranks.broadcast_async),
+            vars(strategy._hooks),
+        )
         before = {moment: list(calls) for moment, calls in hooks.items()}
         strategy.profile(tmp_path, steps=1, skip=1)
         without_loader(strategy, 3)
         assert {moment: list(calls) for moment, calls in hooks.items()} == before
-        assert (ranks.all_reduce_async, ranks.all_gather_async, ranks.broadcast_async) == calls
+        assert (
+            ranks.all_reduce_async,
+            ranks.all_gather_async,
+            ranks.broadcast_async,
+        ) == calls
         assert ranks.pulse.mark is None
         strategy.profile(tmp_path, steps=2, skip=1)
         without_loader(strategy, 3)

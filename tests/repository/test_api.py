@@ -226,6 +226,8 @@ def test_every_module_of_training_and_data_has_a_test_file_of_its_name() -> None
         "training/hooks.py": "training/loop/test_step.py",
         "training/loop/weights.py": "training/loop/test_loss_weights.py",
         "training/loop/parts.py": "training/loop/test_loss_weights.py",
+        "training/loop/sockets.py": "training/optimizers/test_local_sgd.py",
+        "training/state_parts.py": "training/optimizers/test_rounds.py",
     }
     rooms = [ROOT / "unitrain" / "training", ROOT / "unitrain" / "data"]
     tested = [path.relative_to(ROOT / "unitrain") for room in rooms for path in room.rglob("[!_]*.py")]

@@ -69,7 +69,7 @@ class Checkpoint:
             self._folder,
             state,
             keep,
-            background=background and (communicator.is_main or communicator.shards),
+            background=background and (communicator.is_main or communicator.sharding.any),
             patience_s=state.settings.timeout_s,
             failed=lambda: stopping.request(StopReason()),  # all ranks raise the error at their next boundary
         )
@@ -123,7 +123,7 @@ class Checkpoint:
 
     def _save(self, *, best: bool = False, ended: EpochEnd | None = None) -> None:
         ranks, state = self._communicator, self._state
-        with ranks.pulse.within("checkpoint.save"), state.prepared.training_weights():
+        with ranks.collectives.pulse.within("checkpoint.save"), state.prepared.training_weights():
             self.wait()
             if not self._is_complete and self._step.global_step:
                 self._is_complete = True
@@ -143,7 +143,7 @@ class Checkpoint:
             step = self._step.global_step
             with self._step.replicas.shared_weights():
                 parts = self._parts(list(randoms), ended)
-                if ranks.shards:
+                if ranks.sharding.any:
                     parts, together = self._sharded(parts)
                 ranks.on_main(lambda: self._writer.write(step, parts, together, best=best))
             self._memory.saved(step)
@@ -171,7 +171,7 @@ class Checkpoint:
             return gathered(ranks, parts), None
         draft = Draft(self._shared, ranks.on_main(lambda: self._folder.begin(self._step.global_step).name))
         alone, shards = divided(ranks, self._state, parts)
-        together = Together(draft, shards, writers=ranks.world_size // ranks.replicas)
+        together = Together(draft, shards, writers=ranks.world_size // ranks.sharding.replicas)
         if 0 < ranks.rank < together.writers:
             self._writer.write_own(together, ranks.rank)
         return alone, together
@@ -194,7 +194,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it could not be written, or the folder has checkpoints of another run; on every rank.
         """
-        with self._communicator.pulse.within("checkpoint.wait"):
+        with self._communicator.collectives.pulse.within("checkpoint.wait"):
             self._communicator.on_main(self._finish)
 
     def _finish(self) -> None:
@@ -221,7 +221,7 @@ class Checkpoint:
             CheckpointError: no checkpoint is intact, or it does not fit this run; on every rank, with nothing changed.
         """
         ranks, state = self._communicator, self._state
-        with ranks.pulse.within("checkpoint.resume"), state.prepared.training_weights():
+        with ranks.collectives.pulse.within("checkpoint.resume"), state.prepared.training_weights():
             found = self._find(path, force=force)
             if found is None:
                 return False
@@ -318,7 +318,7 @@ class Checkpoint:
         if self.closed:
             return
         try:
-            with self._communicator.pulse.within("checkpoint.wait"):
+            with self._communicator.collectives.pulse.within("checkpoint.wait"):
                 self._communicator.on_main(self._writer.finish)
             self._memory.close()
         finally:

@@ -14,7 +14,7 @@ from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.checkpoint.writer import on_host
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import leaves, outline, receive
+from unitrain.communication.state_transfer import leaves, outline, receive
 from unitrain.data.structure import rebuilt
 from unitrain.errors import UsageError
 from unitrain.training.batch_norm import layers as batch_norm
@@ -30,7 +30,7 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
         raise UsageError("save() got modules on some ranks only: pass the same objects on every rank.")
     # Rank 0's state is written, so its running statistics must cover the samples of all ranks.
     batch_norm.average_statistics(modules, communicator, prepared.shares)
-    states = gathered(communicator, _states(prepared, value)) if communicator.shards else None
+    states = gathered(communicator, _states(prepared, value)) if communicator.sharding.any else None
 
     def write() -> None:
         content = on_host(_states(prepared, value) if states is None else states)

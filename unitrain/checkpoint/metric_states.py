@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import needed, receive
+from unitrain.communication.state_transfer import needed, receive
 from unitrain.errors import CheckpointError
 
 # The states of two ranks as one state, by the names of torchmetrics' functions that reduce them over the ranks.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from unitrain.checkpoint.names import GROUPS, PARAMS, Name, names_of
 from unitrain.checkpoint.store.located import METRICS, RUN, Manifest, is_extra
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import Form
+from unitrain.communication.state_transfer import Form
 from unitrain.config import StrategyConfig, flattened
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError, UsageError

@@ -104,8 +104,8 @@ def _in_turns(communicator: Communicator, state: Mapping[str, Tensor], groups: l
     for names in zip_longest(*groups):
         mine = None
         for rank, name in enumerate(names):
-            if name is not None and (rank == communicator.rank or communicator.is_sharded(state[name])):
-                whole = communicator.full_tensor(state[name])
+            if name is not None and (rank == communicator.rank or communicator.sharding.is_sharded(state[name])):
+                whole = communicator.sharding.full_tensor(state[name])
                 mine = whole if rank == communicator.rank else mine
         if mine is not None:
             yield mine

@@ -21,7 +21,7 @@ from unitrain.checkpoint.store.located import file_at, readable, store_at
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import MappedFiles, viewed
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import BUFFER_BYTES, Form, broadcast_tensors, own_rows
+from unitrain.communication.state_transfer import BUFFER_BYTES, Form, broadcast_tensors, own_rows
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.url import parsed
@@ -56,16 +56,16 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
 
     location, names, digests, forms = communicator.on_main(read)
     targets = _targets(plain, forms, path)
-    if communicator.shards_parameters:
+    if communicator.sharding.of_parameters:
         if files is None:
             files = _seen(location, names, digests)
         if all(communicator.all_gather_data(files is not None)):
             assert files is not None
             # Each reads its own part. What every rank needs whole is sent instead: a disk serves one reader faster.
             for name, target in targets.items():
-                if communicator.is_sharded(target):
+                if communicator.sharding.is_sharded(target):
                     _copy_rows(communicator, target, files, name)
-            targets = {name: target for name, target in targets.items() if not communicator.is_sharded(target)}
+            targets = {name: target for name, target in targets.items() if not communicator.sharding.is_sharded(target)}
     sources = map(files.whole, targets) if files is not None else iter(())
     release = files.release if files is not None else lambda: None
     broadcast_tensors(communicator, list(targets.values()), sources, sent=release)

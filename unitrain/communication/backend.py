@@ -2,8 +2,8 @@
 
 A backend implements ``start``, ``all_reduce``, ``all_gather`` and ``broadcast``, and ``close`` if there is something
 to shut down. Everything else is derived from these, once, for every backend. It overrides ``wrap_model``, ``arm`` and
-``watch_gradients`` only if its library averages gradients itself, as torch's DDP does, and what stands under "sharded
-parameters" only if a rank keeps a part of each parameter, as with FSDP.
+``watch_gradients`` only if its library averages gradients itself, as torch's DDP does, and has a ``sharding`` of its
+own only if a rank keeps a part of each parameter, as with FSDP.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from unitrain.communication.sharding import Sharding
 from unitrain.config import Section, StrategyConfig
 from unitrain.device import devices_of
 from unitrain.errors import BackendError, ConfigError, nearest
 from unitrain.launch.detect import Launch
-from unitrain.module_copy import copied, move_foreign
+from unitrain.module_copy import move_foreign
 
 GROUP = "unitrain.backends"
 """The entry-point group under which packages register backends."""
@@ -49,6 +50,7 @@ class Backend(ABC):
         world_size: number of processes; ``start`` must return the same.
         device: the device of the tensors that are communicated.
         devices: all devices that this process computes on.
+        sharding: what the ranks divide among themselves, and how to reach the parts of a tensor.
     """
 
     name: ClassVar[str]
@@ -64,11 +66,10 @@ class Backend(ABC):
     gradient_reduction: Literal["sum", "mean"] = "sum"
     """Whether ``watch_gradients`` leaves the sum of the gradients over the ranks, or their mean."""
     shards: ClassVar[bool] = False
-    """Whether, with several processes, ``wrap_model`` leaves each rank a part of each parameter (a shard)."""
-    replicas: int = 1
-    """Number of ranks that have the same shard."""
-    offloads: bool = False
-    """Whether shards and their gradients are in host memory instead of on ``device``."""
+    """Whether, with several processes, ``wrap_model`` leaves each rank a part of each parameter (a shard).
+
+    Such a backend sets ``sharding`` to an instance of a subclass of ``Sharding``.
+    """
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         self.config = config
@@ -78,6 +79,7 @@ class Backend(ABC):
         self.world_size: int = self.expected_world(launch)
         self.device = device
         self.devices: tuple[torch.device, ...] = (device,)
+        self.sharding: Sharding = Sharding(of_optimizers=config.shard_optimizer and self.world_size > 1)
 
     # ------------------------------------------------------------------------- called before anything is started
 
@@ -161,6 +163,18 @@ class Backend(ABC):
         Only for a launcher with which ``launch.elastic`` is true.
         """
 
+    def place(self, module: nn.Module) -> None:
+        """Move a module to ``device``. If ``wrap_model`` does so, part by part, do nothing.
+
+        A module stays where the script has put its layers, on several devices: its gradients may be on any of them.
+
+        Raises:
+            UsageError: this backend does not support such a module.
+        """
+        if len(devices_of(module)) < 2:
+            move_foreign([*module.parameters(), *module.buffers()], self.device)
+            module.to(self.device)
+
     def wrap_model(self, module: nn.Module) -> nn.Module:
         """Return the module that the user calls in place of ``module``.
 
@@ -181,48 +195,6 @@ class Backend(ABC):
             Return None to leave the averaging to the core's buckets.
         """
         return None
-
-    # ---------------------------------------------------------------------------------------- sharded parameters
-
-    def place(self, module: nn.Module) -> None:
-        """Move a module to ``device``. If ``wrap_model`` does so, part by part, do nothing.
-
-        A module stays where the script has put its layers, on several devices: its gradients may be on any of them.
-
-        Raises:
-            UsageError: this backend does not support such a module.
-        """
-        if len(devices_of(module)) < 2:
-            move_foreign([*module.parameters(), *module.buffers()], self.device)
-            module.to(self.device)
-
-    def to_local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a parameter, a gradient or an optimizer's state. It shares the tensor's memory."""
-        return tensor
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return all of such a tensor. Collective if it is sharded."""
-        return tensor
-
-    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return tensors that make up such a tensor, one after the other in its first dimension.
-
-        Those that this rank has share its memory. The others are on the meta device.
-        """
-        return (tensor,)
-
-    def leaf(self, parameter: Parameter) -> Tensor:
-        """Return the leaf of the graph that gets the local gradient of a parameter; the same one in all steps."""
-        return parameter
-
-    def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Drop all gradients of parameters, including those that were not reduced yet."""
-        for parameter in parameters:
-            parameter.grad = None
-
-    def copy_module(self, module: nn.Module) -> nn.Module:
-        """Return a deep copy of a module as ``wrap_model`` got it, with its weights of now. Collective if sharded."""
-        return copied(module)
 
 
 class LocalBackend(Backend):

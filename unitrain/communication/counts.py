@@ -20,7 +20,7 @@ class CountReduction:
     """An asynchronous reduction of integers, one at a time."""
 
     def __init__(self, communicator: Communicator, op: Literal["sum", "max"], name: str) -> None:
-        self._communicator = communicator
+        self._collectives = communicator.collectives
         self._op = op
         self._name = name
         self._streams = streams_of(communicator.device)
@@ -29,8 +29,8 @@ class CountReduction:
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Start to reduce values, and return a function that waits for the results. Collective."""
         with self._on_own_stream():
-            tensor = torch.tensor(values, dtype=torch.int64, device=self._communicator.device)
-            wait = self._communicator.all_reduce_async(tensor, self._op, self._name)
+            tensor = torch.tensor(values, dtype=torch.int64, device=self._collectives.device)
+            wait = self._collectives.all_reduce_async(tensor, self._op, self._name)
 
         def results() -> list[int]:
             with self._on_own_stream():

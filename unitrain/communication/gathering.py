@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from unitrain.communication.communicator import Communicator
+from unitrain.communication.communicator import Communicator, check_same_form, communicable
 from unitrain.errors import UsageError, by_rank
 
 
@@ -34,14 +34,14 @@ class Gathering:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See ``Strategy.all_gather`` with ``differentiable``."""
-        self._communicator.check_same_form(tensor)
+        check_same_form(self._communicator.collectives, tensor)
         row = _in_rows(tensor.unsqueeze(0), has_rows=True, differentiable=True)
         return self._rows(row, [1] * self._communicator.world_size)
 
     def _gather(self, part: _Part) -> list[Any]:
         ranks = self._communicator
         facts = torch.tensor(part.facts(), device=ranks.device)
-        only_tensors, digests, rows = ranks.all_gather_alike(facts).T.tolist()
+        only_tensors, digests, rows = ranks.collectives.all_gather(facts).T.tolist()
         if all(only_tensors) and len(set(digests)) == 1 and min(rows) >= 0:
             return [self._rows(leaf, rows) for leaf in part.leaves]
         descriptions = ranks.all_gather_object(part.description())
@@ -61,7 +61,27 @@ class Gathering:
     def _rows(self, leaf: Tensor, counts: Sequence[int]) -> Tensor:
         if leaf.requires_grad and torch.is_grad_enabled():
             return cast(Tensor, _Rows.apply(leaf, counts, self._communicator))
-        return self._communicator.gather_rows(leaf, counts)
+        return gather_rows(self._communicator, leaf, counts)
+
+
+def gather_rows(communicator: Communicator, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the rows of all ranks' tensors, in rank order. Collective.
+
+    Args:
+        communicator: the communicator of this process.
+        tensor: this rank's rows, of the same dtype and row shape on all ranks.
+        counts: number of rows of each rank.
+
+    Raises:
+        UsageError: the tensor is sparse or sharded.
+    """
+    work = communicable(communicator, tensor, "gather")
+    row = work.shape[1:]
+    if communicator.world_size > 1 and sum(counts) * row.numel():
+        sizes = [count * row.numel() for count in counts]
+        parts = communicator.collectives.all_gather_padded(work.reshape(-1), sizes)
+        work = torch.cat(parts).view(sum(counts), *row)
+    return work.to(tensor.device)
 
 
 class _Part(NamedTuple):
@@ -97,13 +117,13 @@ class _Form:
 
 
 class _Rows(torch.autograd.Function):
-    """``Communicator.gather_rows``. In the backward, each rank gets the sum of all ranks' gradients of its rows."""
+    """``gather_rows``. In the backward, each rank gets the sum of all ranks' gradients of its rows."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, counts: Sequence[int], communicator: Communicator) -> Tensor:
         ctx.first, ctx.count = sum(counts[: communicator.rank]), counts[communicator.rank]
         ctx.communicator = communicator
-        return communicator.gather_rows(leaf, counts)
+        return gather_rows(communicator, leaf, counts)
 
     @staticmethod
     @once_differentiable  # a second derivative would be wrong: autograd does not see the all-reduce

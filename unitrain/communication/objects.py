@@ -10,43 +10,18 @@ from __future__ import annotations
 import hmac
 import io
 import pickle
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from unitrain.communication import plain_data
+from unitrain.communication.collectives import Collectives
 from unitrain.errors import CommunicationError, UsageError
 
 T = TypeVar("T")
 _MOST_BYTES = 2**40  # of an object
 _CHUNK_BYTES = 2**26  # of one transfer
-
-
-class TensorTransport(Protocol):
-    """Sends tensors. The communicator implements it."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors that are gathered."""
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Return rank ``src``'s tensor, on the device of ``tensor``. Collective."""
-
-    def all_gather_alike(self, work: Tensor) -> Tensor:
-        """Gather tensors on ``device`` that have the same shapes and dtypes on all ranks. Collective."""
-
-    def all_gather_padded(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the flat tensors of all ranks, which have these sizes. Collective."""
 
 
 class _Pickled(NamedTuple):
@@ -62,37 +37,37 @@ plain_data.register(_Pickled, tuple, lambda fields: _Pickled(*fields))
 class ObjectTransport:
     """Sends objects. The key, which signs pickles, is None if the ranks share no secret, or have not proved it yet."""
 
-    def __init__(self, tensors: TensorTransport, key: bytes | None) -> None:
-        self._tensors = tensors
+    def __init__(self, collectives: Collectives, key: bytes | None) -> None:
+        self._collectives = collectives
         self._key = key
         self._exchanges = 0  # a signature is valid for one of them
 
     def broadcast(self, value: T, src: int, *, pickles: bool) -> T:
         """Return rank ``src``'s object. Collective. With ``pickles``, what is not plain data is pickled."""
-        ranks = self._tensors
+        ranks = self._collectives
         if ranks.world_size == 1:
             return value
         self._exchanges += 1
         is_sender = ranks.rank == src
         data = self.encode(value, pickles=pickles) if is_sender else torch.empty(0, dtype=torch.uint8)
-        size = int(ranks.broadcast(torch.tensor(data.numel()), src))
+        size = int(ranks.broadcast(torch.tensor(data.numel(), device=ranks.device), src))
         if not 0 < size <= _MOST_BYTES:
             raise self._unreadable(src, f"{size} bytes")
         data = data if is_sender else torch.empty(size, dtype=torch.uint8)
         for part in torch.split(data, _CHUNK_BYTES):  # on a GPU, each passes through its memory
-            received = ranks.broadcast(part, src)
+            received = ranks.broadcast(part.to(ranks.device, copy=True), src)
             if not is_sender:
                 part.copy_(received)
         return value if is_sender else cast(T, self.decode(data, src))
 
     def all_gather(self, value: T, *, pickles: bool) -> list[T]:
         """Return the objects of all ranks, in rank order. Collective. ``pickles`` is as in ``broadcast``."""
-        ranks = self._tensors
+        ranks = self._collectives
         if ranks.world_size == 1:
             return [value]
         self._exchanges += 1
         data = self.encode(value, pickles=pickles)
-        sizes = ranks.all_gather_alike(torch.tensor(data.numel(), device=ranks.device)).tolist()
+        sizes = ranks.all_gather(torch.tensor(data.numel(), device=ranks.device)).tolist()
         for rank, size in enumerate(sizes):
             if not 0 < size <= _MOST_BYTES:
                 raise self._unreadable(rank, f"{size} bytes")
@@ -118,7 +93,7 @@ class ObjectTransport:
         buffer = io.BytesIO()
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         pickled = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        return plain_data.encode(_Pickled(self._signature(self._key, self._tensors.rank, pickled), pickled))
+        return plain_data.encode(_Pickled(self._signature(self._key, self._collectives.rank, pickled), pickled))
 
     def decode(self, data: Tensor, sender: int) -> Any:
         """Return the object that a rank has sent as ``data``.
@@ -137,7 +112,7 @@ class ObjectTransport:
                 if hmac.compare_digest(signature, self._signature(self._key, sender, data)):
                     return pickle.loads(data.numpy().data)
         raise CommunicationError(
-            f"rank {sender} sent a pickled object to rank {self._tensors.rank} without the signature of this job: "
+            f"rank {sender} sent a pickled object to rank {self._collectives.rank} without the signature of this job: "
             "it was not opened. Another program may have taken that rank's place (SECURITY.md)."
         )
 
@@ -149,7 +124,7 @@ class ObjectTransport:
     def _unreadable(self, sender: int, why: str) -> CommunicationError:
         """Return the error of a rank that has received what no rank of the job sends."""
         return CommunicationError(
-            f"rank {self._tensors.rank} could not read what rank {sender} sent ({why}). Check that all ranks run "
+            f"rank {self._collectives.rank} could not read what rank {sender} sent ({why}). Check that all ranks run "
             "the same script and UniTrain, and that no other program reaches the ports of the job (SECURITY.md)."
         )
 
@@ -161,8 +136,3 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, Tensor) and value.device.type != "cpu":
             return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         return NotImplemented
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat view of a tensor's bytes, so that a backend need not support its dtype to move it."""
-    return tensor.reshape(-1).view(torch.uint8)

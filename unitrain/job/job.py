@@ -42,7 +42,7 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
                 check_collectives(backend)
             job = Job(communicator, config, launch, backend)
         except UnitrainError:
-            communicator.close(failed=True)
+            communicator.collectives.close(failed=True)
             raise
     global _current
     _current = job
@@ -79,7 +79,7 @@ class Job:
 
     def __init__(self, communicator: Communicator, config: StrategyConfig, launch: Launch, backend: Backend) -> None:
         self.launch = launch
-        self.pulse: Pulse = communicator.pulse
+        self.pulse: Pulse = communicator.collectives.pulse
         self.node_rank: int = launch.node_rank or 0
         self.failed = False
         self.ended = False

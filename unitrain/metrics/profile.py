@@ -52,7 +52,7 @@ class Profile(StepHook):
         self._folder = Path(folder)
         self._begin_at, self._end_at = skip, skip + steps
         self._of_memory = memory and communicator.device.type == "cuda" and communicator.rank in self._ranks
-        self._seen = communicator.pulse.step
+        self._seen = communicator.collectives.pulse.step
         self._first = 0  # the first step that is recorded
         self._recording, self._call = ExitStack(), ExitStack()  # close ends them
         self.ended: bool = False
@@ -62,7 +62,7 @@ class Profile(StepHook):
 
     def at_boundary(self) -> None:
         """Begin, go on or end, if a step was made. Collective where recording begins and ends."""
-        step, made = self._communicator.pulse.step, self._profiler.step_num + 1
+        step, made = self._communicator.collectives.pulse.step, self._profiler.step_num + 1
         if step == self._seen:
             return
         self._seen = step
@@ -76,18 +76,18 @@ class Profile(StepHook):
             self._anchor = clock()
 
     def _begin(self) -> None:
-        ranks, undo = self._communicator, self._recording.callback
+        collectives, undo = self._communicator.collectives, self._recording.callback
         self._first = self._seen + 1
-        self._offsets, self._error, self._zero = compare_clocks(ranks)
+        self._offsets, self._error, self._zero = compare_clocks(self._communicator)
         if self._of_memory:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
             undo(torch.cuda.memory._record_memory_history, None)
-        ranks.pulse.mark = _mark
-        undo(setattr, ranks.pulse, "mark", None)
+        collectives.pulse.mark = _mark
+        undo(setattr, collectives.pulse, "mark", None)
         for name in ("all_reduce_async", "all_gather_async", "broadcast_async"):
-            call = getattr(ranks, name)
-            undo(setattr, ranks, name, call)
-            setattr(ranks, name, partial(_marked, call))
+            call = getattr(collectives, name)
+            undo(setattr, collectives, name, call)
+            setattr(collectives, name, partial(_marked, call))
 
     def before_call(self, call: str) -> None:
         """Mark a backward or an update."""
@@ -108,7 +108,7 @@ class Profile(StepHook):
         if self._of_memory and self._first and not failed:
             self._write_snapshot()
         self._recording.close()
-        last = self._communicator.pulse.step
+        last = self._communicator.collectives.pulse.step
         if 0 < self._first <= last and not failed:
             self._gather(f"steps {self._first} to {last}", self._folder / f"trace-step{self._first}.json.gz")
         elif self._communicator.is_main:
@@ -126,7 +126,7 @@ class Profile(StepHook):
     def _gather(self, what: str, file: Path) -> None:
         """Write the trace of all ranks on rank 0. Collective."""
         ranks = self._communicator
-        offsets, error, _ = compare_clocks(ranks)
+        offsets, error, _ = compare_clocks(self._communicator)
         error = max(error, self._error) + (offsets - self._offsets).abs().max().item() / 2  # clocks drift
         offset = (offsets + self._offsets)[ranks.rank].item() / 2
         own = self._part(offset) if ranks.rank in self._ranks else b""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.gathering import gather_rows
 from unitrain.data.loop import CurrentBatch
 from unitrain.errors import UsageError, by_rank
 
@@ -192,7 +193,7 @@ def _gathered_rows(
     if not len(rows):
         dtype, row = kinds.pop()
         rows = rows.new_empty((0, *row), dtype=dtype)
-    return communicator.gather_rows(rows, [form[1][0] if form else 0 for form in forms])
+    return gather_rows(communicator, rows, [form[1][0] if form else 0 for form in forms])
 
 
 def _moved(item: Any, metric: Any) -> Any:

@@ -70,7 +70,7 @@ class Trackers:
         self._closed = False
         if isinstance(trackers, str):
             raise UsageError(f"trackers() takes a list: [{trackers!r}].")
-        with communicator.pulse.within("starting the trackers"):
+        with communicator.collectives.pulse.within("starting the trackers"):
             communicator.on_main(lambda: self._start(trackers, folder, name or folder.resolve().name, max(step, 0)))
         if self._workers:
             atexit.register(self._close, completed=False)

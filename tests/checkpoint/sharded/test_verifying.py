@@ -54,7 +54,7 @@ def resume(folder: str, device: str = "cpu", blind: int | None = None) -> tuple[
             model, optimizer = made()
         model, optimizer = strategy.prepare(model, optimizer)
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
-        backend: Any = strategy.communicator._backend
+        backend: Any = strategy.communicator.collectives._backend
         sent, broadcast = [0], backend.broadcast
 
         def counted(tensor: Tensor, src: int, name: str) -> Any:

@@ -38,7 +38,7 @@ class World:
         baton = threading.Condition()  # a rank hands it on where it would wait for the others
 
         def summed(reduction: CountReduction, values: list[int]) -> Callable[[], list[int]]:
-            rank = reduction._communicator.rank
+            rank = reduction._collectives.rank
             number = sum(rank in asked for asked in askers.values())
             askers.setdefault(number, set()).add(rank)
             sums.setdefault(number, []).append(values)

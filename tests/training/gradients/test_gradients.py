@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from unitrain import UsageError
-from unitrain.communication.communicator import Communicator
+from unitrain.communication.collectives import Collectives
 from unitrain.training.gradients.gradients import GradientReducer
 
 
@@ -39,7 +39,7 @@ class Sums:
 def reducer_of(*parameters: Parameter, **settings: Any) -> tuple[GradientReducer, Sums]:
     sums = Sums()
     given = {"armed": lambda: True, "name": "g", **settings}
-    return GradientReducer(parameters, cast(Communicator, sums), **given), sums
+    return GradientReducer(parameters, cast(Collectives, sums), **given), sums
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float64) -> Parameter:

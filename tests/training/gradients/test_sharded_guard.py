@@ -56,19 +56,19 @@ def step_in_ways(bad: float | None) -> list[tuple[bool, float | None, dict[str, 
             parameters = dict(model.named_parameters())
             for name, whole in gradients(bad).items():
                 parameters[name].grad = torch.empty_like(parameters[name])
-                local = strategy.communicator.to_local(parameters[name].grad)  # type: ignore[arg-type]
-                shards = strategy.communicator.shards_of(parameters[name])
+                local = strategy.communicator.sharding.to_local(parameters[name].grad)  # type: ignore[arg-type]
+                shards = strategy.communicator.sharding.shards_of(parameters[name])
                 if len(shards) == 1:
                     local.copy_(whole)
                 else:
                     local.copy_(torch.split(whole, [len(shard) for shard in shards])[strategy.rank])
-            strategy.communicator.offloads = offloads
+            strategy.communicator.sharding.offloads = offloads
             guard = ShardedGuardedStep(strategy.communicator, clip_norm, clip_value, measure)
             every = list(parameters.values())
-            shards_of_all = [strategy.communicator.to_local(p.grad) for p in every if p.grad is not None]
+            shards_of_all = [strategy.communicator.sharding.to_local(p.grad) for p in every if p.grad is not None]
             strategy._step.checks.direct.allowed = True  # type: ignore[union-attr]
             stepped, norm = guard(SGD(every, lr=0.1), every, shards_of_all)
-            strategy.communicator.offloads = False
+            strategy.communicator.sharding.offloads = False
             weights = {name: strategy.full_tensor(p.detach()) for name, p in parameters.items()}
             results.append((stepped, None if norm is None else norm.item(), weights))
     return results

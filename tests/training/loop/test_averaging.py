@@ -13,7 +13,7 @@ from unitrain.training.loop.averaging import GradientAveraging
 def averaging() -> GradientAveraging:
     """Return that of a rank whose backend leaves gradients to the core, and fails where anything communicates."""
     rank = pretended_rank(0, 2)
-    return GradientAveraging(rank.communicator, rank.communicator._backend, rank.config)
+    return GradientAveraging(rank.communicator, rank.communicator.collectives._backend, rank.config)
 
 
 def test_each_parameter_is_watched_once() -> None:

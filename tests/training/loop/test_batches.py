@@ -278,7 +278,7 @@ def positions_with_a_resume(folder: Path) -> list[tuple[int, int]]:
         for _ in range(2):
             for (x,) in loader:
                 strategy.step(model(x).mean(), optimizer)
-                found.append(strategy.communicator.pulse.trained)
+                found.append(strategy.communicator.collectives.pulse.trained)
                 if strategy.global_step == 2:
                     checkpoint.save()
             checkpoint.resume()

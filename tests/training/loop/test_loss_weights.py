@@ -278,13 +278,13 @@ def collectives(several: bool) -> list[str]:
     """Return the reductions of the core in a step, of one loss with a weight or of two."""
     with unitrain.init(backend="ddp", precision="fp64", device="cpu", timeout_s=30) as strategy:
         twins, made = Twins(strategy), []
-        reduce = strategy.communicator.all_reduce_async
+        reduce = strategy.communicator.collectives.all_reduce_async
 
         def recorded(tensor: Tensor, op: str, name: str) -> Callable[[], None]:
             made.append(name)
             return reduce(tensor, op, name)
 
-        strategy.communicator.all_reduce_async = recorded
+        strategy.communicator.collectives.all_reduce_async = recorded
         out = twins.prepared(twins.rows)
         loss: Any = [out.sum(), out.abs().mean()] if several else out.sum()
         strategy.step(loss, twins.optimizer, weight=[2, 3] if several else 2)

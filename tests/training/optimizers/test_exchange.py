@@ -45,7 +45,7 @@ def send(backend: str, which: str, limits: dict[str, int]) -> tuple[list[Tensor]
             found.append(Parameter(value.clone() if owner == ranks.rank else torch.full_like(value, -1)))
             owned[owner].append(found[-1])
         calls: list[str] = []
-        all_gather, broadcast = ranks.all_gather_async, ranks.broadcast_async
+        all_gather, broadcast = ranks.collectives.all_gather_async, ranks.collectives.broadcast_async
 
         def gather(tensor: Tensor, name: str) -> Any:
             calls.append(f"gather {tensor.numel()}")
@@ -55,7 +55,7 @@ def send(backend: str, which: str, limits: dict[str, int]) -> tuple[list[Tensor]
             calls.append(f"broadcast {tensor.numel()}")
             return broadcast(tensor, src, name)
 
-        ranks.all_gather_async, ranks.broadcast_async = gather, send_one
+        ranks.collectives.all_gather_async, ranks.collectives.broadcast_async = gather, send_one
         sent = Exchange(ranks, owned, "parameters")
         sent()
         for p, (_, owner) in zip(found, parameters, strict=True):

@@ -620,7 +620,9 @@ def test_state_is_balanced_unless_one_parameter_is_larger_than_a_share(world: in
     ShardedOptimizers(rank.communicator).registered(SGD(parameters, lr=0.1))
     total = sum(p.numel() for p in parameters)
     assert total == 124_439_808
-    loads = [sum(p.numel() for p in parameters if rank.communicator.owners[p] == owner) for owner in range(world)]
+    loads = [
+        sum(p.numel() for p in parameters if rank.communicator.sharding.owners[p] == owner) for owner in range(world)
+    ]
     assert sum(loads) == total
     assert max(loads) / total <= most
     others = sorted(loads)[:-1] if world > 3 else loads

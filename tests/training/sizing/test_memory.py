@@ -96,7 +96,9 @@ def measure_shards(folder: str) -> dict[str, float]:
         checkpoint = strategy.checkpoint(folder, model=fresh, optimizer=fresh_optimizer)
         found["resume"] = beyond(checkpoint.resume, 2 * share)
         for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
-            assert torch.equal(strategy.communicator.to_local(one), strategy.communicator.to_local(other))
+            assert torch.equal(
+                strategy.communicator.sharding.to_local(one), strategy.communicator.sharding.to_local(other)
+            )
         return found
 
 

@@ -154,11 +154,11 @@ class Memory(StepHook):
             return
         step = self._step.global_step
         if step >= self._next:
-            with self._ranks.pulse.within("a copy in memory"), self._state.prepared.training_weights():
+            with self._ranks.collectives.pulse.within("a copy in memory"), self._state.prepared.training_weights():
                 self._copy()
         # With a number of steps, no rank begins one that would be lost in addition.
         if self._unwritten and self._last is not None and step + 1 >= self._last[0] + int(self._every):
-            with self._ranks.pulse.within("a copy in memory"):
+            with self._ranks.collectives.pulse.within("a copy in memory"):
                 self._unwritten = False
                 if self._background is not None:
                     self._background.wait()
@@ -181,9 +181,9 @@ class Memory(StepHook):
             self._kept = self._newest
         parts = self._collect([random for *_, random in answers])
         shards: Shards | None = None
-        if ranks.shards:
+        if ranks.sharding.any:
             parts, shards = divided(ranks, self._state, parts)
-        store, writers = self._meet(), ranks.world_size // ranks.replicas if shards else 1
+        store, writers = self._meet(), ranks.world_size // ranks.sharding.replicas if shards else 1
         if shards is not None:
             part = ranks.rank if ranks.rank < writers else None
         else:  # rank 0 has the metrics of all ranks
@@ -225,7 +225,7 @@ class Memory(StepHook):
         leaders = sorted(set(store.leader))
         totals = [sum(size for size, one in zip(sizes, store.leader, strict=True) if one == host) for host in leaders]
         at, why = leaders.index(store.leader[ranks.rank]), ""
-        several = ranks.shards and len(leaders) > 1
+        several = ranks.sharding.any and len(leaders) > 1
         needed, room = totals[at] + (totals[at - 1] if several else 0), store.room()
         if needed > room / _PART_OF_ROOM:
             why = (

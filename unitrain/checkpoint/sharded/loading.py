@@ -17,7 +17,7 @@ from unitrain.checkpoint.sharded.opening import OpenCheckpoint
 from unitrain.checkpoint.sharded.saving import owners
 from unitrain.checkpoint.store.located import RUN, DamagedError, Located, Manifest, store_at
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import (
+from unitrain.communication.state_transfer import (
     Form,
     Keys,
     broadcast_tensors,
@@ -92,7 +92,7 @@ class CheckpointView(NamedTuple):
             count = sum(len(group[PARAMS]) for group in optimizer.param_groups)
             owned = owners(ranks, optimizer.state_dict()[STATE], count)
         for path, form, found in triples:
-            key, sharded = str(form.key), ranks.is_sharded(found)
+            key, sharded = str(form.key), ranks.sharding.is_sharded(found)
             owner = owned[path[1]] if owned and path[0] == STATE else None
             if not self.each or (owner is None and not sharded):
                 sent[key] = found
@@ -148,9 +148,9 @@ def open_on_all(
     dumped, outlines, digest, place = description
     manifest = Manifest.model_validate(dumped)
     stored = None if saved is None else saved.stored
-    if digest is not None and communicator.shards and not communicator.is_main:
+    if digest is not None and communicator.sharding.any and not communicator.is_main:
         stored = _seen(place, manifest, digest)
-    each = digest is not None and communicator.shards and all(communicator.all_gather_data(stored is not None))
+    each = digest is not None and communicator.sharding.any and all(communicator.all_gather_data(stored is not None))
     return CheckpointView(communicator, state, manifest, outlines, saved, digest is not None, stored, each)
 
 

@@ -25,7 +25,7 @@ from unitrain.checkpoint.store.located import (
 )
 from unitrain.checkpoint.store.store import NAME
 from unitrain.checkpoint.store.torch_files import MappedFiles
-from unitrain.communication.streaming import Form
+from unitrain.communication.state_transfer import Form
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 

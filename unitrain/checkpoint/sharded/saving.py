@@ -34,7 +34,7 @@ from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import reason, write_part
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import needed, outline, own_rows, receive
+from unitrain.communication.state_transfer import needed, outline, own_rows, receive
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
@@ -56,7 +56,7 @@ def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int
 
     In ``state``, by the numbers of parameters, one that another rank has is no dict.
     """
-    if not communicator.shards_optimizers:
+    if not communicator.sharding.of_optimizers:
         return [None] * parameters
     here = torch.tensor([isinstance(state.get(number, {}), dict) for number in range(parameters)])
     rank, world = communicator.rank, communicator.world_size
@@ -72,9 +72,9 @@ def gathered(communicator: Communicator, state: Any) -> Any:
     """
 
     def full(value: Any) -> Any:
-        if not communicator.is_sharded(value):
+        if not communicator.sharding.is_sharded(value):
             return value
-        whole = communicator.full_tensor(value)
+        whole = communicator.sharding.full_tensor(value)
         return whole.cpu() if communicator.is_main else None
 
     return rebuilt(_with_states(communicator, state), full)
@@ -118,7 +118,7 @@ def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any
         _add(communicator, shards, plain, optimizer_values(name, its, keys), ranks)
         if communicator.is_main:
             shards.aliases.update((joined(path), (path, joined(to))) for path, to in flat_options(name, its, keys))
-    if not communicator.shards_parameters:
+    if not communicator.sharding.of_parameters:
         # All plain values are in rank 0's file, since rank 0 reads them when a run is resumed.
         for own in communicator.all_gather_object(plain):
             plain.update(own)
@@ -137,7 +137,7 @@ def _add(
     """Add what this rank writes of values, and plain data to ``plain``, given which rank has a parameter's state."""
     for path, value in values:
         owner = (ranks.get(path[2]) or 0) if path[1] == STATE else 0
-        sharded = communicator.is_sharded(value)
+        sharded = communicator.sharding.is_sharded(value)
         if not sharded and owner != communicator.rank:
             continue
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:

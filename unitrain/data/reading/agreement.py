@@ -95,7 +95,7 @@ class Agreement:
 
     def _awaited(self) -> list[int]:
         assert self._asked is not None
-        with self._communicator.pulse.within("the next batch"):
+        with self._communicator.collectives.pulse.within("the next batch"):
             return self._asked()
 
 

@@ -64,7 +64,7 @@ class EMA(nn.Module, Feature):
         """Average the weights from now on."""
         if differ := sockets.replicas.differ:
             raise UsageError(f"an EMA averages weights after each step, and {differ}.")
-        prepared, to_local, model = sockets.prepared, sockets.communicator.to_local, self._models[0]
+        prepared, to_local, model = sockets.prepared, sockets.communicator.sharding.to_local, self._models[0]
         original = prepared.unwrap(model)
         self._models = model, original
         self._prepared = prepared

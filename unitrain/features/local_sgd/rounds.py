@@ -95,7 +95,7 @@ class LocalSGD(Feature, Replicas):
         self._buffers = BufferSync(communicator, sockets.prepared) if syncs else None
         self._make_reducer = partial(
             GradientReducer,
-            communicator=communicator,
+            collectives=communicator.collectives,
             armed=lambda: False,
             wire_dtype=HALF_DTYPES.get(config.compression),
         )
@@ -164,7 +164,7 @@ class LocalSGD(Feature, Replicas):
 
     def _average(self, *, ends: bool) -> None:
         """Average, and end the run if a step of the round was not finite. Collective."""
-        pulse = self._communicator.pulse
+        pulse = self._communicator.collectives.pulse
         with pulse.within(WAITING):
             when = f"within the {self.at_stake} steps up to step {pulse.step}"
             if not self.average(ends=ends):

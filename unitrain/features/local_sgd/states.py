@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.checkpoint.store.located import FEATURE
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import needed, receive
+from unitrain.communication.state_transfer import needed, receive
 from unitrain.errors import CheckpointError
 
 

@@ -35,7 +35,7 @@ class Rewind(StepHook):
     """Keeps copies of the weights, of what follows them, and of the optimizers' states, on the host."""
 
     def __init__(self, communicator: Communicator, prepared: PreparedModules, followers: list[Tensor]) -> None:
-        self._communicator, self._pulse = communicator, communicator.pulse
+        self._communicator, self._pulse = communicator, communicator.collectives.pulse
         self._prepared, self._followers = prepared, followers
         self._optimizers: list[Optimizer] = []
         self._copies: deque[tuple[int, Copies]] = deque(maxlen=2)  # by the step after which they were made
@@ -53,7 +53,7 @@ class Rewind(StepHook):
             modules = [self._prepared.unwrap(module) for module in self._prepared]
             weights = [one for module in modules for one in (*module.parameters(), *module.buffers())]
             states = [one.state for one in self._optimizers]
-            copies = Copies(states, (), (*weights, *self._followers), self._communicator.to_local)
+            copies = Copies(states, (), (*weights, *self._followers), self._communicator.sharding.to_local)
             self._copies.append((step, copies))
 
     def put_back(self) -> int | None:
@@ -79,7 +79,7 @@ class Spikes(Feature):
     def plug_in(self, sockets: Sockets) -> None:
         """Judge each step by the norm of its gradients."""
         super().plug_in(sockets)
-        self._is_main, self._pulse = sockets.communicator.is_main, sockets.communicator.pulse
+        self._is_main, self._pulse = sockets.communicator.is_main, sockets.communicator.collectives.pulse
         if self._policy == "rewind":
             self._rewind = Rewind(sockets.communicator, sockets.prepared, sockets.followers)
             sockets.hooks.add_hook(self._rewind)

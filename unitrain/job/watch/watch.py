@@ -60,7 +60,7 @@ class Watch:
         self.key: bytes = key
         self._launch = launch
         self._one_host = launch.local_world_size == communicator.world_size
-        self._pulse = communicator.pulse
+        self._pulse = communicator.collectives.pulse
         self._is_observed = config.metrics_port is not None
         self._boundaries = boundaries
         self.members: tuple[Member, ...] = tuple(members)

@@ -200,8 +200,8 @@ def average_statistics(modules: Iterable[nn.Module], communicator: Communicator,
     if communicator.world_size == 1 or not buffers:
         return
     flat = torch.cat([b.double().reshape(-1).to(communicator.device) for b in buffers]) * shares[communicator.rank]
-    with communicator.pulse.within("averaging BatchNorm statistics"):
-        communicator.all_reduce_async(flat, "sum", "batch_norm.statistics")()
+    with communicator.collectives.pulse.within("averaging BatchNorm statistics"):
+        communicator.collectives.all_reduce_async(flat, "sum", "batch_norm.statistics")()
     flat /= sum(shares)
     for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))

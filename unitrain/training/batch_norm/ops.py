@@ -90,10 +90,10 @@ def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
     if ranks.apart:
         gathered = local.unsqueeze(0)
     else:
-        ranks.communicator.compare_calls(f"forward of {name}")
-        with ranks.communicator.pulse.within(name):
+        ranks.communicator.collectives.compare_calls(f"forward of {name}")
+        with ranks.communicator.collectives.pulse.within(name):
             local = local.to(ranks.communicator.device)  # the layer may be on another one
-            gathered = ranks.communicator.all_gather_async(local, f"{name}.forward")().to(x.device)
+            gathered = ranks.communicator.collectives.all_gather_async(local, f"{name}.forward")().to(x.device)
     means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     total = counts.sum()
     if count <= 1 and not ranks.apart and total.item() <= 1:
@@ -141,7 +141,7 @@ def _gradients(
         )
     sums = torch.cat([grad_bias, grad_weight]).double().to(ranks.communicator.device)
     if not ranks.apart:
-        ranks.communicator.all_reduce_async(sums, "sum", f"{name}.backward")()
+        ranks.communicator.collectives.all_reduce_async(sums, "sum", f"{name}.backward")()
     sums = sums.to(x.device)
     if of_input and statistics.own:
         inverse_std = torch.rsqrt(variance + eps)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from unitrain.communication.backend import Wait
-from unitrain.communication.communicator import Communicator
+from unitrain.communication.collectives import Collectives
 from unitrain.errors import UsageError
 
 
@@ -47,7 +47,7 @@ class _Bucket:
         self.wire: Tensor | None = None
         self.wait: Wait | None = None
 
-    def launch(self, communicator: Communicator, wire_dtype: torch.dtype | None) -> None:
+    def launch(self, collectives: Collectives, wire_dtype: torch.dtype | None) -> None:
         self.launched = True
         self.locally_unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
         self.used.fill_(1)
@@ -61,8 +61,8 @@ class _Bucket:
             torch._foreach_copy_(views, gradients)
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
-        self.wire = self.real.to(communicator.device, wire_dtype)
-        self.wait = communicator.all_reduce_async(self.wire, "sum", self.name)
+        self.wire = self.real.to(collectives.device, wire_dtype)
+        self.wait = collectives.all_reduce_async(self.wire, "sum", self.name)
 
     def finish(self) -> None:
         if self.wait is not None:
@@ -84,7 +84,7 @@ class GradientReducer:
 
     Args:
         parameters: in the order of registration; backward computes their gradients in roughly the reverse order.
-        communicator: sums the buckets, on its device; theirs may be another.
+        collectives: sum the buckets, on their device; that of a bucket may be another.
         armed: returns whether the running backward communicates.
         name: prefix of the buckets' names, the same on all ranks.
         bucket_mb: size in MiB at which a bucket is complete.
@@ -96,7 +96,7 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Sequence[Parameter],
-        communicator: Communicator,
+        collectives: Collectives,
         *,
         armed: Callable[[], bool],
         name: str,
@@ -104,7 +104,7 @@ class GradientReducer:
         wire_dtype: torch.dtype | None = None,
         overlap: bool = True,
     ) -> None:
-        self._communicator = communicator
+        self._collectives = collectives
         self._armed = armed
         self._wire_dtype = wire_dtype
         self._overlap = overlap
@@ -142,7 +142,7 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         with torch.no_grad():
-            self._buckets[self._next].launch(self._communicator, self._wire_dtype)
+            self._buckets[self._next].launch(self._collectives, self._wire_dtype)
         self._next += 1
 
     def start(self) -> None:

@@ -28,19 +28,19 @@ class ShardedGuardedStep(GuardedStep):
         measure_norm: bool,
         forbids: Callable[[float], bool] | None = None,
     ) -> None:
-        self._communicator = communicator
+        self._collectives, self._sharding = communicator.collectives, communicator.sharding
         super().__init__(communicator.device, clip_norm, clip_value, measure_norm, forbids)
-        self._in_memory = GuardedStep(torch.device("cpu"), None, None) if communicator.offloads else None
+        self._in_memory = GuardedStep(torch.device("cpu"), None, None) if communicator.sharding.offloads else None
 
     def measure(self, *, for_verdicts: bool) -> None:
         """Ask ``forbids`` from now on, or not."""
         super().measure(for_verdicts=for_verdicts)
         # What is in host memory is checked there, and stepped there: no optimizer reads a flag on the GPU.
-        self._may_flag = self._may_flag and not self._communicator.offloads
+        self._may_flag = self._may_flag and not self._sharding.offloads
 
     def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Return this rank's parts of the gradients."""
-        return [self._communicator.to_local(gradient) for gradient in super().gradients(parameters)]
+        return [self._sharding.to_local(gradient) for gradient in super().gradients(parameters)]
 
     def _norm(self, parameters: Iterable[Parameter], gradients: list[Tensor]) -> Tensor:
         """Return the 2-norm over all ranks. What every rank has is counted once."""
@@ -48,13 +48,13 @@ class ShardedGuardedStep(GuardedStep):
         pairs = list(zip(gradients, whole, strict=True))
         sharded = self._square([local for local, gradient in pairs if local is not gradient])
         replicated = self._square([local for local, gradient in pairs if local is gradient])
-        self._communicator.all_reduce_async(sharded, "sum", "gradients.norm")()
-        norm = (sharded / self._communicator.replicas + replicated).sqrt()
+        self._collectives.all_reduce_async(sharded, "sum", "gradients.norm")()
+        norm = (sharded / self._sharding.replicas + replicated).sqrt()
         return norm.to(gradients[0].dtype.to_real()) if gradients else norm.float()
 
     def _square(self, gradients: list[Tensor]) -> Tensor:
         """Return the square of the 2-norm of gradients, in float64: it overflows float32."""
-        device = self._communicator.device
+        device = self._collectives.device
         if not gradients:  # torch's norm of none is on the CPU, from where a copy would wait for the GPU
             return torch.zeros((), dtype=torch.float64, device=device)
         return get_total_norm(gradients).to(device, torch.float64).square()
@@ -75,4 +75,4 @@ class ShardedGuardedStep(GuardedStep):
             if not self._in_memory._are_finite(there, []):
                 self._found.fill_(1.0)
         super()._check(gradients, losses)
-        self._communicator.all_reduce_async(self._found, "max", "gradients.found")()
+        self._collectives.all_reduce_async(self._found, "max", "gradients.found")()

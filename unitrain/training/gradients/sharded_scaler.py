@@ -22,7 +22,7 @@ class ShardedScaler(torch.amp.GradScaler):
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator.device.type)
-        self._communicator = communicator
+        self._collectives, self._sharding = communicator.collectives, communicator.sharding
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -31,7 +31,7 @@ class ShardedScaler(torch.amp.GradScaler):
         local: Any = SimpleNamespace(param_groups=[{"params": list(self._parts(optimizer))}])
         found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
         for flag in found.values():
-            self._communicator.all_reduce_async(flag, "max", "gradients.overflow")()
+            self._collectives.all_reduce_async(flag, "max", "gradients.overflow")()
         return found
 
     def _parts(self, optimizer: Optimizer) -> Iterator[Tensor]:
@@ -39,6 +39,6 @@ class ShardedScaler(torch.amp.GradScaler):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    part = self._communicator.to_local(parameter.detach())
-                    part.grad = self._communicator.to_local(parameter.grad)
+                    part = self._sharding.to_local(parameter.detach())
+                    part.grad = self._sharding.to_local(parameter.grad)
                     yield part

@@ -90,7 +90,9 @@ class GradientAveraging(Averaging):
 
     def __init__(self, communicator: Communicator, backend: Backend, config: StrategyConfig) -> None:
         super().__init__(communicator.world_size if backend.gradient_reduction == "mean" else 1)
-        self._communicator, self._backend, self._pulse = communicator, backend, communicator.pulse
+        self._backend = backend
+        self._collectives, self._sharding = communicator.collectives, communicator.sharding
+        self._pulse = self._collectives.pulse
         self._accumulates = config.accumulate > 1
         self._wire_dtype = HALF_DTYPES.get(config.compression)
         # Libraries that match calls by order would confuse buckets with the collectives of synchronised layers.
@@ -120,7 +122,7 @@ class GradientAveraging(Averaging):
     def _bucketed(self, parameters: Sequence[Parameter]) -> Finish:
         reducer = GradientReducer(
             parameters,
-            self._communicator,
+            self._collectives,
             armed=lambda: self.armed,
             name=f"gradients.{len(self._reducers)}",
             wire_dtype=self._wire_dtype,
@@ -143,10 +145,10 @@ class GradientAveraging(Averaging):
         self._pulse.phase = WAITING
         if not last:
             return
-        if self._communicator.compares:
+        if self._collectives.compares:
             several = f" of {len(losses.each)} losses" if len(losses.each) > 1 else ""
             names = " and ".join(window.name for window in windows)
-            self._communicator.compare_calls(f"backward{several} for {names}")
+            self._collectives.compare_calls(f"backward{several} for {names}")
         if self._copies.pending and windows[0].micro_batch is None:
             self._copies.compare(torch.stack([loss.detach() for loss in losses.each]))
 
@@ -160,8 +162,8 @@ class GradientAveraging(Averaging):
             # These gradients have been summed over the ranks, and will be summed again.
             self.finish(window)
             gradients = [p.grad for p in window.parameters if p.grad is not None]
-            for same in by_device([self._communicator.to_local(gradient) for gradient in gradients]):
-                torch._foreach_mul_(same, 1 / self._communicator.world_size)
+            for same in by_device([self._sharding.to_local(gradient) for gradient in gradients]):
+                torch._foreach_mul_(same, 1 / self._collectives.world_size)
         # Without a loader, windows of several optimizers end at different times: a forward may be armed for another.
         crossing = window.micro_batch is None and self._accumulates and len(self._progress) > 1
         if last and (crossing or not first or not self.armed):

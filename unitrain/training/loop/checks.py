@@ -131,16 +131,16 @@ class ScriptChecks:
     """
 
     def __init__(self, communicator: Communicator, accumulate: int, is_prepared: Callable[[Parameter], bool]) -> None:
-        self._communicator = communicator
+        self._collectives = communicator.collectives
         self._is_main = communicator.is_main
-        self._pulse = communicator.pulse
+        self._pulse = communicator.collectives.pulse
         self._losses = LossCheck(accumulate, communicator.world_size)
         self._schedulers = SchedulerCheck(pending=communicator.is_main)
         self.direct: DirectStepCheck | None = DirectStepCheck(is_prepared) if communicator.world_size > 1 else None
 
     def before_backward(self, losses: Losses) -> None:
         """Refuse a backward after ``close``, and look at the losses of some steps."""
-        if self._communicator.closed:
+        if self._collectives.closed:
             raise UsageError("backward() was called after strategy.close().")
         if self._pulse.step >= self._losses.next_step and self._is_main:
             for loss in losses.each:

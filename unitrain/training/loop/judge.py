@@ -73,7 +73,7 @@ class NonFinitePolicy:
     def _first_bad(self, parameters: Sequence[Parameter]) -> int | None:
         """Return the position of the first parameter with a non-finite reduced gradient on this rank."""
         for i, parameter in enumerate(parameters):
-            if parameter.grad is not None and not is_finite(self._communicator.to_local(parameter.grad)):
+            if parameter.grad is not None and not is_finite(self._communicator.sharding.to_local(parameter.grad)):
                 return i
         return None
 

@@ -65,7 +65,7 @@ class TrainingStep:
         self, sockets: Sockets, scaler: torch.amp.GradScaler | None, pass_boundary: Callable[[], None]
     ) -> None:
         ranks, backend, config = sockets.communicator, sockets.backend, sockets.config
-        self._pulse = ranks.pulse
+        self._pulse = ranks.collectives.pulse
         self._accumulate = config.accumulate
         self._pass_boundary = pass_boundary
         self._at_window_end: list[Callable[[], None]] = []
@@ -307,6 +307,6 @@ class TrainingStep:
 
 def _guard(communicator: Communicator, config: StrategyConfig, forbids: Callable[[float], bool]) -> GuardedStep:
     given = config.clip_norm, config.clip_value, config.grad_norm, forbids
-    if communicator.shards_parameters:
+    if communicator.sharding.of_parameters:
         return ShardedGuardedStep(communicator, *given)
     return GuardedStep(communicator.device, *given)

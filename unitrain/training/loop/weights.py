@@ -173,7 +173,7 @@ class Total:
 
     def _sum(self) -> None:
         if self._communicator.world_size > 1 and self.weight is not None and self._wait is None:
-            self._wait = self._communicator.all_reduce_async(self.weight, "sum", self._name)
+            self._wait = self._communicator.collectives.all_reduce_async(self.weight, "sum", self._name)
 
 
 class LossScale:

@@ -265,8 +265,8 @@ class Windows:
             for registered in self._hooks.registered:
                 registered(optimizer)
             name = f"optimizer {len(self._windows)}"
-            evidence = Evidence(all_gradients=self._all_gradients, leaf=self._backend.leaf)
-            window = Window(optimizer, name, evidence, self._total(name), self._backend.drop_gradients)
+            evidence = Evidence(all_gradients=self._all_gradients, leaf=self._backend.sharding.leaf)
+            window = Window(optimizer, name, evidence, self._total(name), self._backend.sharding.drop_gradients)
             self._windows[optimizer] = window
         return window
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.counts import CountReduction
-from unitrain.communication.streaming import broadcast_tensors
+from unitrain.communication.state_transfer import broadcast_tensors
 from unitrain.training.hooks import StepHook
 from unitrain.training.models.prepared import PreparedModules
 

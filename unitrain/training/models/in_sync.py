@@ -53,7 +53,7 @@ def check_in_sync(communicator: Communicator, module: nn.Module, tolerance: floa
     local = [f"{name}.{key}" if name else key for name, layer in module.named_modules() if is_unsynchronised(layer)
              for key, _ in layer.named_buffers()]  # fmt: skip
     named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers())
-             if n not in set(local) and not communicator.is_sharded(t)]  # fmt: skip
+             if n not in set(local) and not communicator.sharding.is_sharded(t)]  # fmt: skip
     if communicator.world_size == 1 or not named:
         return
     ours = torch.stack([_checksum(tensor).to(communicator.device) for _, tensor in named])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import broadcast_tensors, copy_own
+from unitrain.communication.state_transfer import broadcast_tensors, copy_own
 from unitrain.errors import UsageError
 from unitrain.module_copy import add_hooks, without_memory
 from unitrain.rng import derived_seed, generators_restored, seed_generators
@@ -64,7 +64,7 @@ class Values:
         """Give the tensors of a model in memory their values, one module after the other. Collective."""
         tensors = dict(_named(module))
         for name in self.unknown:
-            part = self._communicator.to_local(tensors[name])
+            part = self._communicator.sharding.to_local(tensors[name])
             part.fill_(torch.nan if part.is_floating_point() or part.is_complex() else 0)
         if self._initialiser is not None:
             for name, value in self._initialiser.values(self._drawn):

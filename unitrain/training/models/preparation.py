@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.owned import OwnedBy
-from unitrain.communication.streaming import broadcast_tensors, leaves, outline, receive_optimizer
+from unitrain.communication.state_transfer import broadcast_tensors, leaves, outline, receive_optimizer
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import CurrentBatch
 from unitrain.device import devices_of
@@ -128,7 +128,7 @@ class Preparation:
         values = Values.of(self._communicator, module, initialise, seed)
         if values is not None:
             # FSDP gives parameters memory itself, a unit at a time.
-            only = set(module.buffers()) if self._communicator.shards_parameters else None
+            only = set(module.buffers()) if self._communicator.sharding.of_parameters else None
             give_memory(module, self._backend.device, only)
         return values
 
@@ -145,7 +145,7 @@ class Preparation:
             print_stderr(f"unitrain: {type(module).__name__} is moved from {before[0]} to {now[0]}, this run's device.")
 
     def _optimizer(self, optimizer: Optimizer) -> None:
-        supported.check_optimizer(optimizer, shards_parameters=self._communicator.shards_parameters)
+        supported.check_optimizer(optimizer, shards_parameters=self._communicator.sharding.of_parameters)
         self._prepared.update(optimizer)
         self._prepared.check([p for group in optimizer.param_groups for p in group["params"]])
         ranks = self._communicator
@@ -153,7 +153,7 @@ class Preparation:
             state = optimizer.state_dict()
             # State that is sharded already belongs to this rank.
             its = state["state"]
-            own_is_kept = any(ranks.is_sharded(one) or isinstance(one, OwnedBy) for _, one in leaves(its))
+            own_is_kept = any(ranks.sharding.is_sharded(one) or isinstance(one, OwnedBy) for _, one in leaves(its))
             expected = ranks.broadcast_object(outline(state) if its and not own_is_kept else None)
             if ranks.world_size > 1:
                 # With its state, rank 0's options are loaded on the other ranks, too.
@@ -166,7 +166,7 @@ class Preparation:
 
 def export(module: nn.Module, backend: Backend) -> nn.Module:
     """Return a plain copy of an original module on the CPU, in eval mode. Collective if it is sharded."""
-    plain = backend.copy_module(module).cpu().eval()
+    plain = backend.sharding.copy_module(module).cpu().eval()
     activation_checkpointing.revert(plain)
     batch_norm.revert(plain)
     remove_hooks(plain)

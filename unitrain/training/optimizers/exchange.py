@@ -28,7 +28,7 @@ class Exchange:
     """
 
     def __init__(self, communicator: Communicator, owned: Sequence[Sequence[Tensor]], name: str) -> None:
-        self._communicator = communicator
+        self._collectives = communicator.collectives
         self._large: list[Callable[[], Finish]] = []
         self._small: list[Callable[[], Finish]] = []
         small: dict[torch.dtype, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in owned])
@@ -66,7 +66,7 @@ class Exchange:
             one()
 
     def _broadcast(self, parameters: list[Tensor], owner: int, name: str) -> Finish:
-        ranks, first = self._communicator, parameters[0]
+        ranks, first = self._collectives, parameters[0]
         in_place = len(parameters) == 1 and first.is_contiguous() and first.device == ranks.device
         if in_place:
             flat = first.detach().view(-1)
@@ -86,7 +86,7 @@ class Exchange:
         return finish
 
     def _gather(self, of_ranks: Sequence[list[Tensor]], size: int, name: str) -> Finish:
-        ranks = self._communicator
+        ranks = self._collectives
         own = of_ranks[ranks.rank]
         padding = torch.empty(size - sum(p.nbytes for p in own), dtype=torch.uint8, device=ranks.device)
         packed = [_packed(own).view(torch.uint8)] if own else []

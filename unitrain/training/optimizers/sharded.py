@@ -59,7 +59,7 @@ class ShardedOptimizers(StepHook):
 
     def _assign(self, parameters: Iterable[Parameter]) -> None:
         """Choose owners of new parameters."""
-        owners = self._communicator.owners
+        owners = self._communicator.sharding.owners
         owners.update(divided([p for p in parameters if p not in owners], self._loads))
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
@@ -91,7 +91,7 @@ class _ShardedOptimizer:
 
     def lay_out(self, optimizer: Optimizer) -> None:
         """Follow changes of the optimizer's groups, and forget state that other ranks have."""
-        owners, rank = self._communicator.owners, self._communicator.rank
+        owners, rank = self._communicator.sharding.owners, self._communicator.rank
         owned: list[list[Parameter]] = [[] for _ in range(self._communicator.world_size)]
         self._own, self._stand_ins, self._their_state = [], {}, {}
         for group in optimizer.param_groups:
@@ -124,7 +124,7 @@ class _ShardedOptimizer:
 
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Give the optimizer the parameters of this rank."""
-        if self._communicator.closed:
+        if self._communicator.collectives.closed:
             raise UsageError("with shard_optimizer, an optimizer can't step after strategy.close(): step it before.")
         self._depth += 1
         if self._depth > 1:
@@ -173,7 +173,7 @@ class _ShardedOptimizer:
         rank = self._communicator.rank
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
             for number, p in zip(saved["params"], group["params"], strict=False):
-                owner = self._communicator.owners.get(p, rank)
+                owner = self._communicator.sharding.owners.get(p, rank)
                 if owner != rank:
                     yield number, owner
 

@@ -142,7 +142,7 @@ class BatchFinder:
             part(size)
         except Exception as error:
             # Ranks that share an optimizer's state wait for this one, and smaller batches would not help.
-            if not is_out_of_memory(error) or (part == self._update and self._communicator.shards):
+            if not is_out_of_memory(error) or (part == self._update and self._communicator.sharding.any):
                 raise
             return reason(error)
         return ""
@@ -150,7 +150,7 @@ class BatchFinder:
     def _backward(self, size: int) -> None:
         """Run a forward and a backward on this rank alone, with three batches in memory as in training."""
         batches = [self._loader.first_batch(size * self._communicator.world_size) for _ in range(3)]
-        with self._communicator.refused(_ALONE), batch_norm.local_statistics(self._modules):
+        with self._communicator.collectives.refused(_ALONE), batch_norm.local_statistics(self._modules):
             checked(self._compute_loss(batches[0])).backward()  # type: ignore[no-untyped-call]
         for gpu in self._gpus:
             torch.accelerator.synchronize(gpu)
@@ -197,7 +197,7 @@ def _check(
     loader.check_splits()
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         raise UsageError("find_micro_batch_size takes a torch optimizer, or a non-empty list of them.")
-    if communicator.shards_parameters:
+    if communicator.sharding.of_parameters:
         raise UsageError(
             "find_micro_batch_size tries sizes on each rank alone, but a sharded model needs all: set accumulate."
         )

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import unitrain
-from unitrain.communication import streaming
-from unitrain.communication.streaming import broadcast_tensors, outline, receive
+from unitrain.communication import state_transfer
+from unitrain.communication.state_transfer import broadcast_tensors, outline, receive
 
 WORLDS = [("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
 DTYPES = [
@@ -38,7 +38,7 @@ def tensors(rank: int) -> list[Tensor]:
 
 def stream(backend: str, size: int) -> list[bool]:
     """Return whether each tensor has become rank 0's, in place."""
-    streaming.BUFFER_BYTES = size
+    state_transfer.BUFFER_BYTES = size
     with unitrain.init(backend=backend, device="cpu") as strategy:
         own, expected = tensors(strategy.rank), tensors(0)
         strides = [tensor.stride() for tensor in own]

@@ -103,7 +103,7 @@ def receive(
 
     def target(path: Keys, form: Form) -> Tensor:
         found = owned.get(path)
-        if communicator.is_sharded(found) and form.describes(found):
+        if communicator.sharding.is_sharded(found) and form.describes(found):
             return found
         return found if form.fits(found) else new(path, form)
 
@@ -131,6 +131,7 @@ def receive_optimizer(
 
     The optimizer's groups are like the state's. The other arguments are as in ``receive``.
     """
+    sharding = communicator.sharding
     # Optimizers number their parameters in order, as the state does.
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
@@ -139,14 +140,14 @@ def receive_optimizer(
         parameter = parameters.get(path[1]) if len(path) > 2 and form.shape else None
         if parameter is None:
             return form.empty(_CPU)
-        if communicator.owners.get(parameter, communicator.rank) != communicator.rank:
+        if sharding.owners.get(parameter, communicator.rank) != communicator.rank:
             return form.empty(_META)  # the optimizer drops it
-        if len(path) == 3 and tuple(parameter.shape) == form.shape and communicator.is_sharded(parameter):
+        if len(path) == 3 and tuple(parameter.shape) == form.shape and sharding.is_sharded(parameter):
             return torch.empty_like(parameter.detach(), dtype=form.dtype)
         return form.empty(parameter.device)
 
     own = optimizer.state_dict()
-    if communicator.shards_parameters and not any(communicator.is_sharded(value) for _, value in leaves(own["state"])):
+    if sharding.of_parameters and not any(sharding.is_sharded(value) for _, value in leaves(own["state"])):
         own = {}  # from before its parameters were sharded: no memory to receive shards in
     optimizer.load_state_dict(receive(communicator, expected, source, own=own, new=new, sent=sent, fill=fill))
 
@@ -217,7 +218,7 @@ def broadcast_tensors(
 @torch.no_grad()
 def copy_own(communicator: Communicator, target: Tensor, source: Tensor) -> None:
     """Overwrite this rank's part of ``target`` with its part of a whole tensor, of any dtype. Not collective."""
-    if communicator.is_sharded(target):
+    if communicator.sharding.is_sharded(target):
         target, first = own_rows(communicator, target)
         source = source[first : first + len(target)]
     target.copy_(source)
@@ -226,7 +227,7 @@ def copy_own(communicator: Communicator, target: Tensor, source: Tensor) -> None
 def own_rows(communicator: Communicator, tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of a sharded tensor, and the number of the first one."""
     start = 0
-    for shard in communicator.shards_of(tensor):
+    for shard in communicator.sharding.shards_of(tensor):
         if not shard.is_meta:
             return shard, start
         start += len(shard)
@@ -235,11 +236,11 @@ def own_rows(communicator: Communicator, tensor: Tensor) -> tuple[Tensor, int]:
 
 def _by_shard(communicator: Communicator, target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the shards of a target that are not empty, and what is to become of them."""
-    if source is target and not communicator.is_sharded(target):
+    if source is target and not communicator.sharding.is_sharded(target):
         yield target, target
         return
     end = 0
-    for shard in communicator.shards_of(target):
+    for shard in communicator.sharding.shards_of(target):
         start, end = end, end + len(shard) if shard.dim() else 0
         if shard.numel():
             yield shard, shard if source is target else source if shard is target else source[start:end]

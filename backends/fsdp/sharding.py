@@ -1,0 +1,71 @@
+"""``FSDPSharding``: which modules FSDP has sharded, and how the core reaches their weights and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from unitrain.communication.sharding import Sharding
+from unitrain.errors import UsageError
+
+from .module import ShardedModule
+from .shards import full_tensor, shards_of, to_local
+
+
+class FSDPSharding(Sharding):
+    """The modules that FSDP has sharded, and their parameters.
+
+    Attributes:
+        modules: what has sharded a module.
+        module_of: what has sharded the module of a parameter.
+        used: the parameters that backwards have used since the last step.
+    """
+
+    def __init__(self, *, of_parameters: bool, replicas: int, offloads: bool) -> None:
+        super().__init__(of_parameters=of_parameters, replicas=replicas, offloads=offloads)
+        self.modules: dict[nn.Module, ShardedModule] = {}
+        self.module_of: dict[Tensor, ShardedModule] = {}
+        self.used: set[Parameter] = set()
+
+    def to_local(self, tensor: Tensor) -> Tensor:
+        """Return this rank's shard."""
+        return to_local(tensor)
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return all of a tensor. Collective if it is sharded."""
+        return full_tensor(tensor)
+
+    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the shards of all ranks."""
+        return shards_of(tensor)
+
+    def leaf(self, parameter: Parameter) -> Tensor:
+        """Return FSDP's unsharded parameter."""
+        module = self.module_of.get(parameter)
+        leaf = None if module is None else module.leaf(parameter)
+        return parameter if leaf is None else leaf
+
+    def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
+        """Drop the reduced gradients, and what backwards have accumulated without reducing it."""
+        for parameter in parameters:
+            parameter.grad = None
+            if parameter in self.module_of:
+                self.leaf(parameter).grad = None
+        self.used.difference_update(parameters)
+
+    def copy_module(self, module: nn.Module) -> nn.Module:
+        """Return a copy with whole weights. Collective.
+
+        Raises:
+            UsageError: the process group has been closed.
+        """
+        if module not in self.modules:
+            return super().copy_module(module)
+        if not dist.is_initialized():
+            raise UsageError(
+                "a sharded model's weights can't be gathered after strategy.close(): call export() before."
+            )
+        return self.modules[module].copy()

@@ -1,0 +1,71 @@
+"""``Sharding``: what the ranks divide among themselves, and how to reach the parts of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from unitrain.module_copy import copied
+
+
+class Sharding:
+    """What the ranks divide among themselves: parameters, the state of optimizers, or nothing.
+
+    Base class for backends that shard parameters, as FSDP does; these override the methods, which do nothing here. All
+    other backends use this class as it is.
+
+    Args:
+        of_parameters: whether each rank has a part of each parameter (a shard).
+        of_optimizers: whether each rank has the optimizer's state of some parameters only (``shard_optimizer``).
+        replicas: number of ranks that have the same shard.
+        offloads: whether shards and their gradients are in host memory instead of on the device.
+
+    Attributes:
+        any: whether parameters or the state of optimizers are sharded.
+        owners: with ``shard_optimizer``, the rank that has the state of a parameter.
+    """
+
+    def __init__(
+        self, *, of_parameters: bool = False, of_optimizers: bool = False, replicas: int = 1, offloads: bool = False
+    ) -> None:
+        self.of_parameters: bool = of_parameters
+        self.of_optimizers: bool = of_optimizers
+        self.any: bool = of_parameters or of_optimizers
+        self.replicas: int = replicas
+        self.offloads: bool = offloads
+        self.owners: dict[Parameter, int] = {}
+
+    def is_sharded(self, value: object) -> TypeGuard[Tensor]:
+        """Return whether a value is a sharded tensor."""
+        return self.any and isinstance(value, Tensor) and self.to_local(value) is not value
+
+    def to_local(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a parameter, a gradient or an optimizer's state. It shares the tensor's memory."""
+        return tensor
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return all of such a tensor. Collective if it is sharded."""
+        return tensor
+
+    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return tensors that make up such a tensor, one after the other in its first dimension.
+
+        Those that this rank has share its memory. The others are on the meta device.
+        """
+        return (tensor,)
+
+    def leaf(self, parameter: Parameter) -> Tensor:
+        """Return the leaf of the graph that gets the local gradient of a parameter; the same one in all steps."""
+        return parameter
+
+    def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
+        """Drop all gradients of parameters, including those that were not reduced yet."""
+        for parameter in parameters:
+            parameter.grad = None
+
+    def copy_module(self, module: nn.Module) -> nn.Module:
+        """Return a deep copy of a module as ``wrap_model`` got it, with its weights of now. Collective if sharded."""
+        return copied(module)
