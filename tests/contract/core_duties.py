@@ -87,7 +87,7 @@ def evaluation_of_uneven_batches(world: World) -> None:
             wanted = expected(inputs)
         torch.testing.assert_close(error.value(), float(mse_loss(wanted, targets)), rtol=0, atol=EXACT)
         assert error.count() == len(data)
-        torch.testing.assert_close(torch.cat(gathered), wanted, rtol=0, atol=EXACT)
+        torch.testing.assert_close(torch.cat(gathered).cpu(), wanted, rtol=0, atol=EXACT)
 
 
 @duty()
@@ -129,7 +129,7 @@ def saves_and_loads(world: World) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         keys = list(model.state_dict())
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
-        strategy.step(prepared(torch.ones(4, 3)).sum(), optimizer)
+        strategy.step(prepared(torch.ones(4, 3, device=strategy.device)).sum(), optimizer)
         norm = model[1]
         assert isinstance(norm, nn.BatchNorm1d)
         assert isinstance(norm.running_mean, Tensor)
@@ -184,7 +184,8 @@ def _poisoned(out: Tensor, poison: str) -> Tensor:
     """Return a loss: finite, NaN, or NaN with gradients of 0, as if every label is ignored."""
     if poison == "loss":
         return out.sum() * math.nan
-    return nn.functional.cross_entropy(out, torch.full((len(out),), -100 if poison == "labels" else 1))
+    labels = torch.full((len(out),), -100 if poison == "labels" else 1, device=out.device)
+    return nn.functional.cross_entropy(out, labels)
 
 
 class _Poisoned(Net):
@@ -217,14 +218,16 @@ def not_finite(world: World, policy: Literal["stop", "skip", "raise"]) -> None:
 
 def _whose(strategy: Strategy, poison: str, bad_rank: int) -> str:
     """Return what the message must say."""
+    if strategy.device.type != "cpu":  # which rank and parameter it was is known if the host looks at them
+        return f"the loss of rank {bad_rank}" if poison in ("loss", "labels") else "a gradient"
     if poison in ("loss", "labels"):
-        return f"the loss of rank {bad_rank}; first affected parameter: first.weight"
+        return f"the loss of rank {bad_rank}; first affected parameter: first.weight."
     # If only the parameter's own gradient is affected, it is checked after it was averaged, except with debug.
     known = poison == "backward" or strategy.config.debug or strategy.world_size == 1
     first = "first.weight" if poison == "backward" else "last.bias"
     return (
         f"a gradient{f' of rank {bad_rank}' if known else ''} (the losses of all ranks were finite); "
-        f"first affected parameter: {first}"
+        f"first affected parameter: {first}."
     )
 
 
@@ -238,7 +241,8 @@ def _meet(strategy: Strategy, policy: str, poison: str) -> None:
     for step in range(1, 6):
         before = flat(model)
         model.poison = poison if step == 3 and strategy.rank == bad_rank else ""
-        loss = _poisoned(prepared(torch.ones(2, 4, dtype=torch.float64) * step), model.poison)
+        inputs = torch.full((2, 4), step, dtype=torch.float64, device=strategy.device)
+        loss = _poisoned(prepared(inputs), model.poison)
         try:
             with contextlib.redirect_stdout(printed):
                 steps.append(strategy.step(loss, optimizer).stepped)
@@ -257,7 +261,7 @@ def _meet(strategy: Strategy, policy: str, poison: str) -> None:
         assert not isinstance(ended, Stopped) or ended.code == 3
     said = str(ended) if policy == "raise" else printed.getvalue()
     if policy == "raise" or strategy.is_main:
-        assert f"not finite at step 3: {_whose(strategy, poison, bad_rank)}." in said
+        assert f"not finite at step 3: {_whose(strategy, poison, bad_rank)}" in said
     else:
         assert said == ""
     assert_bit_equal_on_all_ranks(strategy, model)
@@ -340,7 +344,8 @@ def steps_by_hand(world: World) -> None:
         prepared, optimizer = strategy.prepare(model, sgd(model))
         inputs, targets = samples(2).tensors
         before = flat(model)
-        mse_loss(prepared(inputs * (strategy.rank + 1)), targets).backward()  # type: ignore[no-untyped-call]
+        on_device = prepared(inputs.to(strategy.device) * (strategy.rank + 1))
+        mse_loss(on_device, targets.to(strategy.device)).backward()  # type: ignore[no-untyped-call]
         if strategy.world_size == 1:
             optimizer.step()
             assert not torch.equal(flat(model), before)

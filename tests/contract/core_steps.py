@@ -145,7 +145,7 @@ def complex_weights(world: World) -> None:
         clip_by_hand(twins.by_hand, 0.5)
         twins.train()
         found, wanted = whole(twins.model.turn.weight), twins.expected.turn.weight
-        torch.testing.assert_close(found, wanted, rtol=0, atol=EXACT)
+        torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=EXACT)
 
 
 @duty()

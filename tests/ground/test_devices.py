@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from free_ports import free_port
+from needs import HOROVOD
 from places import TESTS
 from torch import nn
 
@@ -22,7 +23,7 @@ from unitrain import device as devices
 from unitrain.communication.backend import load_backend
 from unitrain.config import StrategyConfig
 from unitrain.device import accelerator, choices, device_type, pick_device, precise
-from unitrain.errors import ConfigError, LaunchError
+from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.initialize import choose_backend
 from unitrain.launch.detect import Launch
 from unitrain.module_copy import move_foreign
@@ -180,3 +181,13 @@ def test_training_and_checkpoints_need_nothing_that_only_linux_has(tmp_path: Pat
         outputs = [process.communicate(timeout=200)[0] for process in started]
         assert [process.returncode for process in started] == [0] * len(environments), outputs
         assert said in outputs[0]
+
+
+@HOROVOD
+def test_a_horovod_for_cpus_is_refused_on_a_gpu(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would copy without waiting for the GPU, and throw in a thread of its own: a hang in init."""
+    host("cuda", 1)
+    monkeypatch.setattr("horovod.torch.nccl_built", lambda: False)
+    launch = Launch("horovodrun", world_size=2, local_world_size=2)
+    with pytest.raises(BackendError, match=r"was built for CPUs only.*install-horovod --gpu nccl"):
+        load_backend("horovod").check(StrategyConfig(backend="horovod", device="cuda"), launch)

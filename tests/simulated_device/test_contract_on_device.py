@@ -43,7 +43,7 @@ LEFT_OUT = {
 
 def _parameters() -> list[Any]:
     found = []
-    duties = [*DUTIES.values(), *(duty for duty in CORE_DUTIES.values() if duty.module == "core_steps")]
+    duties = [*DUTIES.values(), *CORE_DUTIES.values()]
     for world in (OnDevice("single", 1), OnDevice("ddp", 2), OnDevice("fsdp", 2)):
         for one in parameters([world], on_device.NEEDS_COMPILER, duties=duties):
             name = one.values[1].name

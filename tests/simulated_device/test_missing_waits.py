@@ -8,11 +8,13 @@ from __future__ import annotations
 import inspect
 import math
 import textwrap
+import time
 from typing import Any
 
 import pytest
 import torch
 from on_device import NEEDS_COMPILER, run
+from test_contract_on_device import OnDevice
 from torch import Tensor
 
 from unitrain.checkpoint import writer
@@ -111,3 +113,19 @@ def summed(*missing: str) -> list[float]:
 def test_a_collective() -> None:
     assert run(summed, nprocs=2) == [[3, 3]] * 2
     assert run(summed, "work.wait()", nprocs=2) == [[1, 1], [2, 2]]
+
+
+def seconds_in_barrier(world: World) -> float:
+    """Return how long a rank is in a barrier that the last rank reaches a second later."""
+    with world.open() as strategy:
+        strategy.barrier()
+        time.sleep(strategy.rank)
+        start = time.monotonic()
+        strategy.barrier()
+        return time.monotonic() - start
+
+
+def test_a_barrier() -> None:
+    """The host waits in it, as it does not in other collectives of a device."""
+    world = OnDevice("ddp", 2)
+    assert world.run(seconds_in_barrier, world)[0] > 0.7

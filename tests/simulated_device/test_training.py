@@ -160,3 +160,36 @@ def test_the_batch_finder_runs_out_of_the_devices_memory() -> None:
     [(size, steps)] = run(found_size, fresh=True)
     assert 8 <= size <= 64
     assert steps == 1
+
+
+def trained_with_a_weight_of_zero() -> list[list[Tensor]]:
+    """Return the weights after a window with a batch without tokens, whose loss is NaN, and after one without it."""
+    ends = []
+    for losses in (2, 1):
+        with unitrain.init(backend="single", device="sim:0", accumulate=losses, on_nonfinite="raise") as strategy:
+            torch.manual_seed(0)
+            net = nn.Linear(4, 2)
+            model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            rows = torch.ones(3, 4, device=strategy.device)
+            for tokens in (torch.tensor([3.0, 2.0]), torch.zeros(2))[:losses]:
+                counts = tokens.to(strategy.device)
+                masked = (model(rows).square().mean(0) * counts).sum() / counts.sum()
+                strategy.step(masked, optimizer, weight=counts.sum())
+            ends.append([parameter.detach().cpu() for parameter in net.parameters()])
+    return ends
+
+
+def test_a_weight_of_zero_that_only_the_device_knows_leaves_the_batch_out() -> None:
+    [(with_it, without)] = run(trained_with_a_weight_of_zero)
+    torch.testing.assert_close(with_it, without, rtol=0, atol=0)
+
+
+def sent() -> tuple[str, list[float]]:
+    with unitrain.init(backend="ddp", device="sim", threads_per_process=1) as strategy:
+        ours = {strategy.device: torch.ones(2, device=strategy.device)} if strategy.is_main else {}
+        (received,) = strategy.communicator.broadcast_object(ours).values()
+        return received.device.type, received.tolist()
+
+
+def test_tensors_in_objects_arrive_on_the_host_and_not_on_the_device_of_the_sender() -> None:
+    assert run(sent, nprocs=2)[1] == ("cpu", [1.0, 1.0])
