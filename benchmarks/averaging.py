@@ -144,7 +144,8 @@ def measure_world(model: str, rounds: int, steps_: int, most: int | None, meetin
     shapes: list[Shape] = getattr(workloads, model)()
     if most is not None:
         shapes = [(min(most, torch.Size(shape).numel()),) for shape in shapes]
-    with unitrain.init(device="cpu", threads_per_process=1) as strategy:
+    with unitrain.init(device="cpu") as strategy:
+        torch.set_num_threads(1)
         made = steps(strategy, shapes)
         flat = torch.zeros(sum(torch.Size(shape).numel() for shape in shapes))
         reduce_alone = transport(strategy, meeting)
@@ -162,7 +163,7 @@ def measure_world(model: str, rounds: int, steps_: int, most: int | None, meetin
 
 def complete(settings: dict[str, Any], exact_steps: int) -> dict[str, Any]:
     """Return a strategy's settings. With PowerSGD, the first ``exact_steps`` steps are not compressed."""
-    settings = {"device": "cpu", "threads_per_process": 1, **settings}
+    settings = {"device": "cpu", **settings}
     is_lossy = settings.get("compression") == "powersgd"
     return {**settings, "ddp": {"powersgd_start_step": exact_steps}} if is_lossy else settings
 
@@ -178,6 +179,7 @@ def measure_link(rounds: int, steps: int, small: bool) -> Found | None:
         warm = WARM_POWERSGD if "powersgd" in name else WARM
         whole = SETTINGS[name].get("local_sgd", {}).get("steps", 1)  # a round begins with the first counted step
         with unitrain.init(**complete(SETTINGS[name], warm - 1)) as strategy:
+            torch.set_num_threads(1)
             main = strategy.is_main
             task = (mlp if small else resnet18)(strategy.rank)
             model, optimizer = strategy.prepare(*task.make())
@@ -205,6 +207,7 @@ def measure_learning(seeds: int, epochs: int) -> Found | None:
         curves, accuracies = [], []
         for seed in range(seeds):
             with unitrain.init(seed=seed, **complete(SETTINGS[name], exact)) as strategy:
+                torch.set_num_threads(1)
                 main = strategy.is_main
                 net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
                 model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
@@ -234,6 +237,7 @@ def measure_language(steps: int, round_: int, width: int, windows: int) -> Found
     main = False
     for name, settings in {**compressed, **in_rounds(round_, FRAGMENTS)}.items():
         with unitrain.init(**complete(settings, max(2, steps // 10)), clip_norm=1.0) as strategy:
+            torch.set_num_threads(1)
             main = strategy.is_main
             model = LanguageModel(strategy, width, windows)
             before = psutil.net_io_counters(pernic=True)[DEVICE].bytes_sent

@@ -106,7 +106,8 @@ def _batches(name: str, task: Task, strategy: unitrain.Strategy) -> Iterable[lis
 
 def measure_world(which: str, rounds: int, short: bool) -> Found | None:
     """Measure an epoch of a task in each way, in this process's world."""
-    with unitrain.init(device="cpu", threads_per_process=1) as strategy:
+    with unitrain.init(device="cpu") as strategy:
+        torch.set_num_threads(1)
         torch.manual_seed(0)
         task = TASKS[which](short)
         model, optimizer = strategy.prepare(task.model, torch.optim.SGD(task.model.parameters(), lr=1e-3))

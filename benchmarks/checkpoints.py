@@ -99,9 +99,10 @@ def measure_saving(rounds: int, small: bool) -> Found:
     stalls: dict[str, list[float]] = {name: [] for name in (SYNC, ASYNC, TORCH, SYNCED, DCP, DCP_ASYNC)}
     totals: dict[str, list[float]] = {name: [] for name in stalls}
     with (
-        unitrain.init(device="cpu", threads_per_process=1) as strategy,
+        unitrain.init(device="cpu") as strategy,
         tempfile.TemporaryDirectory() as folder,
     ):
+        torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save needs it
         saving = Saving(strategy, small, Path(folder))
         for counts, name in turns(list(stalls), rounds):
@@ -147,7 +148,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
 
 def measure_model(name: str, rounds: int) -> Found | None:
     """Measure copies in memory of a model. Return what rank 0 has found."""
-    with unitrain.init(device="cpu", threads_per_process=1, memory_copies={"every": 10**9}) as strategy:
+    with unitrain.init(device="cpu", memory_copies={"every": 10**9}) as strategy:
+        torch.set_num_threads(1)
         model, optimizer = strategy.prepare(*MODELS[name]())
         folder = Path(strategy.on_main(tempfile.mkdtemp))
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)

@@ -140,8 +140,10 @@ class Training:
 def measure_model(model: str, batch: int, compiled: bool, small: bool) -> Found:
     """Measure each framework's step, in turns, and the GPU's throughput."""
     device = "cpu" if small else "cuda"
-    how: dict[str, Any] = {"precision": "bf16", "tf32": True, "cudnn_benchmark": True}
-    with unitrain.init(backend="single", device=device, **how) as strategy:  # on hosts with several GPUs, too
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
+    with unitrain.init(
+        backend="single", device=device, precision="bf16"
+    ) as strategy:  # on hosts with several GPUs, too
         training = Training(model, batch, strategy.device, compiled, small)
         with FlopCounterMode(display=False) as counter:
             training.loss(training.build().to(strategy.device)(training.images)).backward()  # type: ignore[no-untyped-call]

@@ -131,7 +131,8 @@ def measure_loaders(data: str, samples: int, batch: int, workers: int, rounds: i
     """Measure each loader over whole epochs."""
     dataset = DATA[data](samples)
     kept: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
-    with unitrain.init(device="cpu", threads_per_process=1) as strategy:
+    with unitrain.init(device="cpu") as strategy:
+        torch.set_num_threads(1)
 
         def epoch(loader: Iterable[Any], move: Callable[[Tensor], Tensor] | None = None) -> Way:
             def read() -> None:

@@ -79,7 +79,8 @@ def most(strategy: unitrain.Strategy, found: dict[str, float]) -> dict[str, floa
 
 def train(settings: dict[str, Any], size: list[int], meter: str, folder: str, on_meta: bool) -> dict[str, float] | None:
     """Prepare a model, make two steps, save, and return the memory of each."""
-    with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
+    with unitrain.init(device="cpu", **settings) as strategy:
+        torch.set_num_threads(1)
         prepare, steps = parts(strategy, size, on_meta)
         warm_up(strategy, on_meta)
         measured: Callable[[Callable[[], object]], Measured] = globals()[meter]
@@ -93,7 +94,8 @@ def train(settings: dict[str, Any], size: list[int], meter: str, folder: str, on
 
 def resume(settings: dict[str, Any], size: list[int], folder: str, on_meta: bool) -> dict[str, float] | None:
     """Return what is resident while what ``train`` has saved is resumed, beyond what is afterwards."""
-    with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
+    with unitrain.init(device="cpu", **settings) as strategy:
+        torch.set_num_threads(1)
         prepare, _ = parts(strategy, size, on_meta)
         warm_up(strategy, on_meta)
         model, optimizer = prepare()

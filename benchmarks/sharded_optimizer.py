@@ -76,7 +76,8 @@ def measure_world(rounds: int, steps_: int, most: int | None) -> Found | None:
         shapes = [tuple(min(most, size) for size in shape) for shape in shapes]
     matrices: list[Shape] = [shape for shape in shapes[:MUON_TENSORS] if len(shape) == 2]
     all_found: Found = {}
-    with unitrain.init(device="cpu", threads_per_process=1, shard_optimizer=True) as strategy:
+    with unitrain.init(device="cpu", shard_optimizer=True) as strategy:
+        torch.set_num_threads(1)
         for name_of_kind, kind, its_shapes in (("AdamW", AdamW, shapes), ("Muon", Muon, matrices)):
             made = steps(strategy, kind, its_shapes)
             ways: dict[str, Way] = {name: partial(repeat, step, steps_) for name, (_, _, step) in made.items()}

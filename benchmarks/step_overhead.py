@@ -23,6 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import unitrain
@@ -78,7 +79,8 @@ def measure_world(style: str, tasks: list[str], lengths: tuple[int, int] | None 
     settings: dict[str, Any] = ours.FULL_SETTINGS if style == "full" else {}
     found = {}
     for name in tasks:
-        with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
+        with unitrain.init(device="cpu", **settings) as strategy:
+            torch.set_num_threads(1)
             clock = time.thread_time if strategy.world_size == 1 else time.perf_counter
             rounds, steps = LENGTHS[name][strategy.world_size > 1] if lengths is None else lengths
             steps = max(1, steps // ACCUMULATE) if style == "full" else steps
@@ -96,7 +98,8 @@ def measure_sharded(size: tuple[int, int, int, int], style: str, rounds: int, st
     from loops import accelerate
 
     clip_norm = CLIPPING[style]
-    with unitrain.init(backend="fsdp", device="cpu", threads_per_process=1, clip_norm=clip_norm) as strategy:
+    with unitrain.init(backend="fsdp", device="cpu", clip_norm=clip_norm) as strategy:
+        torch.set_num_threads(1)
         task = transformer(strategy.rank, *size)
         made = {
             FSDP: by_hand.sharded(task, clip_norm),

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.request import urlopen
 
+import torch
 from torch.distributed import PrefixStore
 
 import unitrain
@@ -64,7 +65,8 @@ def _seconds_of_watching() -> float:
 
 def measure_world(seconds: float) -> Found | None:
     """Train for a number of seconds, and return the cost of the watchdog on rank 0, which has the hub."""
-    with unitrain.init(device="cpu", threads_per_process=1) as strategy:
+    with unitrain.init(device="cpu") as strategy:
+        torch.set_num_threads(1)
         task = mlp(strategy.rank)
         model, optimizer = strategy.prepare(*task.make())
         strategy.step(task.loss(model(task.inputs)), optimizer)

@@ -103,8 +103,6 @@ class StrategyConfig(Section):
     """Compute activations of these classes of modules again in the backward, to save memory; true: of all blocks."""
     compile: bool | CompileMode = False
     """Compile prepared models with torch.compile: true, or a mode. The first steps take longer."""
-    compile_backend: str = "inductor"
-    """Backend of torch.compile."""
     broadcast_buffers: bool = True
     """Broadcast rank 0's values of buffers that a forward changes (not BatchNorm's) after each step, as DDP does."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -124,8 +122,6 @@ class StrategyConfig(Section):
     """Clip gradients to this total 2-norm; null: no clipping."""
     clip_value: Annotated[float, Field(gt=0)] | None = None
     """Clip every element of the gradients to plus or minus this; null: no clipping."""
-    grad_norm: bool = False
-    """Return the 2-norm of the gradients in every StepResult, even without clipping."""
     on_nonfinite: Literal["stop", "skip", "raise"] = "stop"
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
@@ -142,12 +138,6 @@ class StrategyConfig(Section):
     """Port at which rank 0 serves metrics of the job, for Prometheus and unitrain top; 0: any free one; null: none."""
     metrics_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address at which it listens; 0.0.0.0: on all of its host's."""
-    threads_per_process: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Compute threads per process; null: OMP_NUM_THREADS, else this host's cores // processes."""
-    cudnn_benchmark: bool | None = None
-    """Let cuDNN benchmark its algorithms (faster if input sizes don't vary); null: torch's current setting."""
-    tf32: bool | None = None
-    """Allow TF32 in float32 matrix products and convolutions; null: torch's setting, by default convolutions only."""
     pin_memory: bool | None = None
     """Load batches into pinned memory, for faster copies to a GPU; null: on a GPU, for what workers read."""
     memory_copies: MemoryCopies = MemoryCopies()
@@ -173,8 +163,6 @@ class StrategyConfig(Section):
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> StrategyConfig:
         """Refuse settings that are mutually exclusive."""
-        if isinstance(self.compile, str) and self.compile_backend != "inductor":
-            raise conflict("compile", "compile_backend", "modes are inductor's")
         if self.precision == "fp64" and self.compression != "none":
             raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
         if self.exact_randomness:

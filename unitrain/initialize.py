@@ -5,11 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import warnings
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -201,35 +199,16 @@ def _check_shares(config: StrategyConfig, launch: Launch) -> None:
 
 
 def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
-    """Set torch's process-wide state: threads, seeds, determinism, cuDNN, TF32."""
-    threads = config.threads_per_process
-    if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = default_threads(launch.local_world_size)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    """Set torch's process-wide state: threads, seeds, determinism."""
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; mpirun, horovodrun and srun don't
+        torch.set_num_threads(default_threads(launch.local_world_size))
     retain_freed_memory()
     seed_all(config.seed)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
     if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.deterministic)
-    if config.deterministic or config.cudnn_benchmark is not None:
-        torch.backends.cudnn.benchmark = bool(config.cudnn_benchmark) and not config.deterministic
-    if config.tf32 is not None:
-        _set_tf32(config.tf32)
-
-
-def _set_tf32(allowed: bool) -> None:
-    """Allow or forbid TF32 for CUDA's matrix products and convolutions.
-
-    Both of torch's interfaces are set. After a change of ``fp32_precision`` alone, reading ``allow_tf32``, as compilers
-    do, raises a RuntimeError. After ``allow_tf32 = False`` alone, convolutions may still use TF32.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch 2.9 deprecates the older one; later releases don't
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
-    cudnn: Any = torch.backends.cudnn
-    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if allowed else "ieee"
 
 
 def default_threads(local_world_size: int) -> int:

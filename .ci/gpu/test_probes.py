@@ -38,7 +38,7 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def opened(**settings: Any) -> unitrain.Strategy:
-    return unitrain.init(**{"backend": "single", "device": DEVICE, "threads_per_process": 1, **settings})
+    return unitrain.init(**{"backend": "single", "device": DEVICE, **settings})
 
 
 # -------------------------------------------------------------------------------------------------------- behaviour

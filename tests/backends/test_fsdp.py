@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from compiling import compiled_by
 from needs import FSDP_IN_16_BITS, GPU, HOROVOD
 from partly_used import PartlyUsed
 from ranks import run_ranks
@@ -113,7 +114,7 @@ def by_hand(epochs: int) -> tuple[list[float], State]:
 def train(epochs: int, settings: dict[str, Any], folder: str | None = None) -> tuple[list[float], State, float]:
     """Train up to an epoch; return the losses, the weights, and this rank's share of weights and optimizer state."""
     defaults = {"precision": "fp64", "clip_norm": 0.7, "accumulate": 2, "device": "cpu", "timeout_s": 60}
-    with unitrain.init(**{**defaults, "threads_per_process": 1, **settings}) as strategy:
+    with unitrain.init(**{**defaults, **settings}) as strategy:
         model, optimizer, scheduler = strategy.prepare(*made())
         loader = strategy.dataloader(texts(), global_batch_size=BATCH)
         checkpoint = None
@@ -155,12 +156,13 @@ WAYS: list[dict[str, Any]] = [
     {"fsdp": {"reshard_after_forward": False}, "debug": True},
     {"fsdp": {"wrap": ["Block", "Linear"]}, "activation_checkpointing": ["Block"]},
     {"fsdp": {"wrap": 300, "find_unused_parameters": True}},
-    {"fsdp": {"wrap": 300}, "compile": True, "compile_backend": "eager"},
+    {"fsdp": {"wrap": 300}, "compile": True},
 ]
 
 
 def train_in_ways(ways: list[dict[str, Any]]) -> list[tuple[list[float], State, float]]:
-    return [train(2, {"backend": "fsdp", **way}) for way in ways]
+    with compiled_by("eager"):
+        return [train(2, {"backend": "fsdp", **way}) for way in ways]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def alive_mb() -> float:
 
 def occupied(folder: str) -> tuple[float, float]:
     """Return the memory of tensors after two steps, and after they were saved and resumed."""
-    with unitrain.init(backend="fsdp", device="cpu", timeout_s=60, threads_per_process=1) as strategy:
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=60) as strategy:
         before = alive_mb()
         model = nn.Sequential(*(nn.Linear(1024, LAYER_MB * 256, bias=False) for _ in range(LAYERS)))
         model, optimizer = strategy.prepare(model, AdamW(model.parameters()))

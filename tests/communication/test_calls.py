@@ -20,7 +20,7 @@ from unitrain.testing.models import Net, Twins
 
 
 def opened() -> Strategy:
-    return unitrain.init(precision="fp64", device="cpu", timeout_s=30, threads_per_process=1)
+    return unitrain.init(precision="fp64", device="cpu", timeout_s=30)
 
 
 def refused_reductions(folder: Path) -> None:

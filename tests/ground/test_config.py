@@ -59,7 +59,6 @@ def test_every_default_is_valid() -> None:
         ("compression", None),
         ("timeout_s", 0),
         ("timeout_s", 1e9),
-        ("threads_per_process", 0),
         ("sync_batchnorm", "maybe"),
         ("pin_memory", 2),
         ("ddp", None),
@@ -88,9 +87,9 @@ def test_accepts_device(device: str) -> None:
 
 def test_reads_what_flags_and_variables_write_as_strings() -> None:
     config: Any = StrategyConfig.model_validate(
-        {"accumulate": "4", "clip_norm": "null", "tf32": "false", "data_parallel": {"device_ids": "0, 2"}}
+        {"accumulate": "4", "clip_norm": "null", "pin_memory": "false", "data_parallel": {"device_ids": "0, 2"}}
     )
-    assert (config.accumulate, config.clip_norm, config.tf32) == (4, None, False)
+    assert (config.accumulate, config.clip_norm, config.pin_memory) == (4, None, False)
     assert config.data_parallel.device_ids == (0, 2)
 
 

@@ -323,8 +323,6 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with unitrain.init(backend="single"):
         assert torch.get_num_threads() == threads  # the launcher's, or the user's, word
-    with unitrain.init(backend="single", threads_per_process=threads + 1):
-        assert torch.get_num_threads() == threads + 1
     monkeypatch.delenv("OMP_NUM_THREADS")
     with unitrain.init(backend="single"):
         assert torch.get_num_threads() == default_threads(1)
@@ -365,44 +363,11 @@ def _determinism(before: str, settings: dict[str, Any]) -> tuple[bool, ...]:
     [
         ("", {}, (False, False, False)),
         ("torch.backends.cudnn.benchmark = True", {}, (False, False, True)),
-        ("torch.backends.cudnn.benchmark = True", {"cudnn_benchmark": False}, (False, False, False)),
-        ("", {"cudnn_benchmark": True}, (False, False, True)),
         ("torch.backends.cudnn.benchmark = True", {"deterministic": True}, (True, True, False)),
-        ("", {"deterministic": True, "cudnn_benchmark": True}, (True, True, False)),
     ],
 )
 def test_determinism_and_cudnn_s_benchmark(before: str, settings: dict[str, Any], after: tuple[bool, ...]) -> None:
     assert run_ranks(_determinism, before, settings, nprocs=1) == [after]
-
-
-def _tf32(before: str, tf32: bool | None) -> tuple[bool, ...]:
-    """Return what torch allows: matrix products, convolutions. Its two interfaces must agree: torch.compile asks both.
-
-    Where they don't, the older one raises.
-    """
-    _init_after(before, {"tf32": tf32})
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    precisions = [matmul.fp32_precision] + [getattr(cudnn, name).fp32_precision for name in ("conv", "rnn")]
-    older = (matmul.allow_tf32, cudnn.allow_tf32)
-    assert [one == "tf32" for one in precisions] == [older[0], older[1], older[1]]
-    return older
-
-
-@pytest.mark.parametrize(
-    ("before", "tf32", "after"),
-    [
-        ("", None, (False, True)),  # torch's own
-        ("torch.set_float32_matmul_precision('high')", None, (True, True)),
-        ("torch.backends.cudnn.allow_tf32 = False", None, (False, False)),
-        ("", True, (True, True)),
-        ("", False, (False, False)),
-        ("torch.backends.fp32_precision = 'tf32'", False, (False, False)),
-        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", False, (False, False)),
-        ("torch.backends.cudnn.conv.fp32_precision = 'ieee'", True, (True, True)),
-    ],
-)
-def test_tf32(before: str, tf32: bool | None, after: tuple[bool, ...]) -> None:
-    assert run_ranks(_tf32, before, tf32, nprocs=1) == [after]
 
 
 def test_a_script_that_forgets_to_close_is_closed_at_exit(tmp_path: Path) -> None:

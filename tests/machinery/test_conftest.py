@@ -81,7 +81,8 @@ def test_state_is_restored(suite: pytest.Pytester) -> None:
         def test_one():
             os.environ["UNITRAIN_ONE"] = "set"
             del os.environ["PATH"]
-            unitrain.init(backend="single", threads_per_process=threads + 1)
+            unitrain.init(backend="single")
+            torch.set_num_threads(threads + 1)
             assert sys.excepthook is not hook
 
         def test_other():

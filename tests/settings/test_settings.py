@@ -258,14 +258,14 @@ def test_switches(argv: list[str], expected: bool) -> None:
 
 def test_nested_switches_and_lists_and_null() -> None:
     recipe = parse(
-        *["--strategy.sync-batchnorm", "true", "--no-strategy.tf32", "--strategy.ddp.static-graph"],
+        *["--strategy.sync-batchnorm", "true", "--no-strategy.broadcast-buffers", "--strategy.ddp.static-graph"],
         *["--strategy.data-parallel.device-ids", "0,1", "--milestones", "30,60", "--output-dir", "null"],
         *["--strategy.pin-memory", "--optimizer.momentum=0"],
     )
     assert recipe.strategy.sync_batchnorm
     assert recipe.strategy.section("ddp", DDPSettings).static_graph
     assert recipe.strategy.pin_memory is True
-    assert recipe.strategy.tf32 is False
+    assert recipe.strategy.broadcast_buffers is False
     assert recipe.strategy.model_dump()["data_parallel"]["device_ids"] == (0, 1)
     assert (recipe.milestones, recipe.output_dir, recipe.optimizer.momentum) == ([30, 60], None, 0)
 
@@ -593,7 +593,6 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "sync_batchnorm": st.booleans(),
         "activation_checkpointing": st.booleans() | st.tuples(TEXT.filter(lambda text: "," not in text)),
         "compile": st.sampled_from([True, False]),
-        "compile_backend": TEXT.filter(len),
         "broadcast_buffers": st.booleans(),
         "seed": st.integers(0, 2**32 - 1),
         "exact_randomness": st.just(False),
@@ -603,7 +602,6 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "shares": or_none(st.lists(st.integers(1, 1000), min_size=1).map(tuple)),
         "clip_norm": or_none(positive()),
         "clip_value": or_none(positive()),
-        "grad_norm": st.booleans(),
         "on_nonfinite": st.sampled_from(["stop", "skip", "raise"]),
         "shard_optimizer": st.booleans(),
         "debug": st.booleans(),
@@ -612,9 +610,6 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "heartbeat_timeout_s": positive(1_000_000),
         "metrics_port": or_none(st.integers(0, 2**16 - 1)),
         "metrics_host": st.just("127.0.0.1"),
-        "threads_per_process": or_none(st.integers(1, 4096)),
-        "cudnn_benchmark": or_none(st.booleans()),
-        "tf32": or_none(st.booleans()),
         "pin_memory": or_none(st.booleans()),
     },
 }

@@ -45,7 +45,7 @@ def train(
 
 
 def open_strategy(timeout_s: float = 2, backend: str = "ddp", **settings: Any) -> Strategy:
-    return unitrain.init(backend=backend, device="sim", timeout_s=timeout_s, threads_per_process=1, **settings)
+    return unitrain.init(backend=backend, device="sim", timeout_s=timeout_s, **settings)
 
 
 def hangs() -> None:
@@ -134,7 +134,7 @@ def test_a_run_whose_rank_was_killed_resumes_from_its_copy_in_memory(
 
 SCRIPT = """
 import sys, torch, unitrain
-strategy = unitrain.init(threads_per_process=1)
+strategy = unitrain.init()
 model = strategy.prepare(torch.nn.Linear(2, 1))
 total = strategy.all_reduce(model(torch.ones(2, device=strategy.device)))
 assert strategy.device.type == "sim", strategy.device

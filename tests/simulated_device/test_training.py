@@ -44,7 +44,7 @@ def differences(backend: str, chosen: list[Case]) -> list[str]:
     setattr(trial, "mean_loss", mean_loss)  # noqa: B010  (mypy: it is imported there)
     found = []
     for case in chosen:
-        init = partial(unitrain.init, backend=backend, threads_per_process=1)
+        init = partial(unitrain.init, backend=backend)
         (_, cpu), (_, device) = (trial.train(case, partial(init, device=name)) for name in ("cpu", "sim"))
         for name, expected in vars(cpu).items():
             try:
@@ -85,7 +85,7 @@ def loop(folder: Path, device: str, interrupted: bool = False, **settings: Any) 
 
     Its worker is forked: a new one in each rank imports torch for as long as all the rest takes.
     """
-    common = {"backend": "ddp", "device": device, "threads_per_process": 1, "sync_batchnorm": True, "accumulate": 2}
+    common = {"backend": "ddp", "device": device, "sync_batchnorm": True, "accumulate": 2}
     with unitrain.init(**{**common, "clip_norm": 0.5, "on_nonfinite": "skip", **settings}) as strategy:
         net = network()
         model, optimizer = strategy.prepare(net, torch.optim.Adam(net.parameters(), fused=True))
@@ -138,7 +138,7 @@ def test_a_script(tmp_path: Path) -> None:
 
 
 def found_size() -> tuple[int, int]:
-    with unitrain.init(backend="single", device="sim:0", threads_per_process=1) as strategy:
+    with unitrain.init(backend="single", device="sim:0") as strategy:
         net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
         model, optimizer = strategy.prepare(net, torch.optim.Adam(net.parameters()))
         before = [p.detach().cpu() for p in model.parameters()]
@@ -185,7 +185,7 @@ def test_a_weight_of_zero_that_only_the_device_knows_leaves_the_batch_out() -> N
 
 
 def sent() -> tuple[str, list[float]]:
-    with unitrain.init(backend="ddp", device="sim", threads_per_process=1) as strategy:
+    with unitrain.init(backend="ddp", device="sim") as strategy:
         ours = {strategy.device: torch.ones(2, device=strategy.device)} if strategy.is_main else {}
         (received,) = strategy.communicator.broadcast_object(ours).values()
         return received.device.type, received.tolist()

@@ -22,7 +22,6 @@ class StrategySettings(TypedDict, total=False):
     sync_batchnorm: bool
     activation_checkpointing: bool | tuple[str, ...]
     compile: bool | CompileMode
-    compile_backend: str
     broadcast_buffers: bool
     seed: int
     exact_randomness: bool
@@ -31,7 +30,6 @@ class StrategySettings(TypedDict, total=False):
     shares: tuple[int, ...] | None
     clip_norm: float | None
     clip_value: float | None
-    grad_norm: bool
     on_nonfinite: Literal["stop", "skip", "raise"]
     on_spike: Literal["ignore", "warn", "skip", "rewind", "stop"]
     compression: Literal["none", "fp16", "bf16", "powersgd"]
@@ -42,9 +40,6 @@ class StrategySettings(TypedDict, total=False):
     heartbeat_timeout_s: float
     metrics_port: int | None
     metrics_host: str
-    threads_per_process: int | None
-    cudnn_benchmark: bool | None
-    tf32: bool | None
     pin_memory: bool | None
     memory_copies: Section | Mapping[str, Any]
     # The only place in the core that names backends, and only for type checkers. PEP 728's extra_items could declare

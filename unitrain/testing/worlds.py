@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import unitrain
 from unitrain import Backend, BackendError, ConfigError, LaunchError, Strategy
 from unitrain.communication.backend import load_backend
@@ -57,7 +59,9 @@ class World:
         It uses one thread: models are small, and threads that wait for one another on busy cores are far slower.
         """
         common = {"backend": self.backend, "precision": "fp64", "device": "cpu", "timeout_s": 30}
-        return unitrain.init(**{**common, "threads_per_process": 1, **settings})
+        strategy = unitrain.init(**{**common, **settings})
+        torch.set_num_threads(1)
+        return strategy
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
         """Run ``fn(*args)`` on each rank of this world, and return the results. ``fn`` may call ``open``."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import compiled_by
 from needs import HOROVOD
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -104,7 +105,8 @@ def test_ranks(launcher: Any) -> None:
 
 
 def _compiled() -> None:
-    _compare(compile=True, compile_backend="aot_eager")
+    with compiled_by("aot_eager"):
+        _compare(compile=True)
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

@@ -61,7 +61,7 @@ def prepare_bounded_embeddings() -> None:
 
 def step_under_fsdp() -> tuple[str, float]:
     """Return the message on Adafactor, and how far weights trained with Muon are from those of one process."""
-    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30, threads_per_process=1) as strategy:
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         torch.manual_seed(0)
         made = [nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)]
         made[1].load_state_dict(made[0].state_dict())

@@ -205,7 +205,7 @@ def by_hand(name: str, epochs: int) -> Result:
 def settings_of(backend: str) -> dict[str, Any]:
     section = {backend: {"find_unused_parameters": True}} if backend in ("ddp", "fsdp") else {}
     common = {"precision": "fp64", "clip_norm": 0.7, "accumulate": 2, "device": "cpu", "timeout_s": 60}
-    return {"backend": backend, **common, "threads_per_process": 1, **section}
+    return {"backend": backend, **common, **section}
 
 
 def held(optimizer: Optimizer) -> int:
@@ -457,7 +457,7 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
-QUICK: dict[str, Any] = {"backend": "ddp", "device": "cpu", "timeout_s": 30, "threads_per_process": 1}
+QUICK: dict[str, Any] = {"backend": "ddp", "device": "cpu", "timeout_s": 30}
 
 
 def look() -> set[tuple[tuple[int, ...], ...]]:

@@ -21,7 +21,7 @@ from unitrain.job.watch.hub import Member
 from unitrain.process import start_time
 
 # Settings that may differ between ranks.
-_OWN_SETTINGS = frozenset({"device", "threads_per_process", "pin_memory"})
+_OWN_SETTINGS = frozenset({"device", "pin_memory"})
 
 
 def handshake(communicator: Communicator, config: StrategyConfig, backend: type[Backend]) -> list[Member]:

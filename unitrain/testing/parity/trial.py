@@ -25,6 +25,7 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
     if case.unequal_shares:
         settings["shares"] = (3, *[1] * (detect(os.environ).world_size - 1))
     with init(**settings) as strategy:
+        torch.set_num_threads(1)  # as in the plain loop: sums have one order
         model, optimizer, scheduler = strategy.prepare(*build(case))
         trace.watch(optimizer, strategy.full_tensor)
         loader = strategy.dataloader(Digits(case.samples), global_batch_size=case.global_batch)
@@ -54,7 +55,7 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
 
 def main(folder: Path, backend: str, device: str, names: Sequence[str]) -> None:
     """Train the cases of these names, and write the record of each."""
-    init = partial(unitrain.init, backend=backend, device=device, threads_per_process=1)
+    init = partial(unitrain.init, backend=backend, device=device)
     for case in (case for case in CASES if case.name in names):
         rank, trace = train(case, init)
         torch.save(vars(trace), folder / f"{case.name}.{rank}.pt")

@@ -38,13 +38,11 @@ class GuardedStep(StepHook):
         device: torch.device,
         clip_norm: float | None,
         clip_value: float | None,
-        measure_norm: bool = False,
         forbids: Callable[[float], bool] | None = None,
     ) -> None:
         self._forbids = forbids
         self._asks = False  # whether steps may be forbidden
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._measures_norm = measure_norm or clip_norm is not None
         self._streams = streams_of(device)
         on_host = self._streams is None
         self._found = torch.zeros((), dtype=torch.float32, device=device)
@@ -58,7 +56,7 @@ class GuardedStep(StepHook):
     def measure(self, *, for_verdicts: bool) -> None:
         """Ask ``forbids`` from now on, or not. Then the host needs the norm of the gradients in every step."""
         self._asks = for_verdicts
-        self._takes_norm = self._measures_norm or for_verdicts
+        self._takes_norm = self._clip_norm is not None or for_verdicts
         # Clamping makes infinite gradients finite, so they must be checked before it.
         self._may_flag = self._streams is not None and self._clip_value is None and not for_verdicts
         self._norm_tells = self._takes_norm and self._clip_value is None

@@ -25,11 +25,10 @@ class ShardedGuardedStep(GuardedStep):
         communicator: Communicator,
         clip_norm: float | None,
         clip_value: float | None,
-        measure_norm: bool,
         forbids: Callable[[float], bool] | None = None,
     ) -> None:
         self._collectives, self._sharding = communicator.collectives, communicator.sharding
-        super().__init__(communicator.device, clip_norm, clip_value, measure_norm, forbids)
+        super().__init__(communicator.device, clip_norm, clip_value, forbids)
         self._in_memory = GuardedStep(torch.device("cpu"), None, None) if communicator.sharding.offloads else None
 
     def measure(self, *, for_verdicts: bool) -> None:

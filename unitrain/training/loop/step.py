@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
     stepped: bool
     """Whether the optimizer made a step; False within an accumulation window."""
     grad_norm: Tensor | None = None
-    """2-norm of the gradients before clipping, with ``clip_norm`` or ``grad_norm``; the same on all ranks."""
+    """2-norm of the gradients before clipping, with ``clip_norm``; the same on all ranks."""
     skipped: bool = False
     """Whether the step was skipped: a loss or a gradient was non-finite, or a feature forbids such a step."""
 
@@ -306,7 +306,7 @@ class TrainingStep:
 
 
 def _guard(communicator: Communicator, config: StrategyConfig, forbids: Callable[[float], bool]) -> GuardedStep:
-    given = config.clip_norm, config.clip_value, config.grad_norm, forbids
+    given = config.clip_norm, config.clip_value, forbids
     if communicator.sharding.of_parameters:
         return ShardedGuardedStep(communicator, *given)
     return GuardedStep(communicator.device, *given)

@@ -17,7 +17,7 @@ def compile_in_place(module: nn.Module, config: StrategyConfig) -> None:
     if is_compiled(module):
         return
     mode = config.compile if isinstance(config.compile, str) else None
-    module.compile(backend=config.compile_backend, mode=mode)
+    module.compile(mode=mode)
 
 
 def is_compiled(module: nn.Module) -> bool:
