@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -58,6 +59,24 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs, so that results are the same on every machine. ``-m gpu`` runs the tests that need one."""
     if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch looks at it when it first uses CUDA
+    # nohup has SIGHUP ignored, and the shell of a script SIGINT in the background. What tests start would inherit that,
+    # but no handler. Workers do as the process that started them.
+    deaf_to = getattr(config, "workerinput", {}).get("deaf_to", [])
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if number in deaf_to or signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, _do_nothing)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist which signals were ignored for this process."""
+    node.workerinput["deaf_to"] = [
+        int(number) for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is _do_nothing
+    ]
+
+
+def _do_nothing(*_: object) -> None:
+    """Handle a signal."""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,6 @@
 """A rank that fails, dies, freezes or exits ends the job soon, under every launcher, and the message names it.
 
-``make test`` kills a rank under every launcher, and has the other faults in ranks that are forked.
+``make test`` has the faults in ranks that are forked, and ``make test-all`` kills one under every launcher.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from harness import (
     FORKED,
+    FORKED_HOROVOD,
     HEARTBEAT_S,
     HOROVODRUN,
     MPIRUN,
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("faults")]
 SLACK_S = 20.0
 
 
-@worlds(FORKED, TORCHRUN, MPIRUN, HOROVODRUN, soak=[PLAIN, MPIRUN_DDP])
+@worlds(FORKED, FORKED_HOROVOD, later=[TORCHRUN, MPIRUN, HOROVODRUN], soak=[PLAIN, MPIRUN_DDP])
 def test_killed(world: World, kills: Kills) -> None:
     end, _ = kills(world)
     assert end.job.code != 0

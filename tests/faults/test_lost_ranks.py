@@ -11,6 +11,7 @@ import pytest
 from harness import (
     COPIED,
     FORKED,
+    FORKED_HOROVOD,
     HOROVODRUN,
     MPIRUN,
     MPIRUN_DDP,
@@ -46,7 +47,7 @@ def assert_goes_on(world: World, folder: Path, alone: Path, ranks: int) -> None:
     assert_same_training(folder, alone)
 
 
-@worlds(TORCHRUN, soak=[PLAIN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, later=[TORCHRUN], soak=[PLAIN, MPIRUN_DDP, HOROVODRUN])
 def test_a_killed_rank_costs_at_most_one_step(world: World, kills: Kills, alone: Path) -> None:
     end, folder = kills(world)
     assert end.job.code != 0
@@ -54,7 +55,7 @@ def test_a_killed_rank_costs_at_most_one_step(world: World, kills: Kills, alone:
     assert_goes_on(FORKED, folder, alone, ranks=2)
 
 
-@worlds(MPIRUN)
+@worlds(FORKED_HOROVOD, later=[MPIRUN])
 def test_on_another_number_of_ranks(world: World, kills: Kills, alone: Path) -> None:
     _, folder = kills(world)
     assert_goes_on(ONE, folder, alone, ranks=1)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from harness import (
     FORKED,
+    FORKED_HOROVOD,
     HOROVODRUN,
     MPIRUN,
     ONE,
@@ -29,7 +30,7 @@ from harness import (
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("faults")]
 
 
-@worlds(MPIRUN, soak=[PLAIN, TORCHRUN, HOROVODRUN])
+@worlds(FORKED_HOROVOD, later=[MPIRUN], soak=[PLAIN, TORCHRUN, HOROVODRUN])
 def test_sigterm_to_one_rank(world: World, tmp_path: Path, alone: Path) -> None:
     end = run(world, tmp_path, fault="term:1:7")
     assert end.job.code == (143 if world.launcher in ("plain", "mpirun") else 1), end.job.output
@@ -88,7 +89,7 @@ def test_a_second_signal_ends_at_once(world: World, tmp_path: Path) -> None:
     assert not any(note["step"] > 1 for note in notes(tmp_path))
 
 
-@worlds(TORCHRUN)
+@worlds(later=[TORCHRUN])
 def test_sigterm_to_torchrun(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, pause=0.1, meanwhile=when_step(tmp_path, 6, lambda process: process.terminate()))
     assert "unitrain: stopped by SIGTERM after step" in end.job.output

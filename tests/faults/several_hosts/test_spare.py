@@ -59,6 +59,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_alone(tmp_path_factory, STEPS)
 
 
+@pytest.mark.all("starts a launcher three times")
 def test_a_spare_host_replaces_a_lost_one_and_then_there_are_fewer(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(NOTES_HOSTS)
     (tmp_path / "cluster").mkdir()

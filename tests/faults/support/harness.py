@@ -45,10 +45,11 @@ class World:
     """A launcher and a backend."""
 
     launcher: str
+    """"forked" before its name forks it and its ranks, which share one import of torch (``forked_python.py``)."""
     backend: str
 
     def __str__(self) -> str:
-        return f"{self.launcher}-{self.backend}"
+        return f"{self.launcher}-{self.backend}".replace(" ", "-")
 
     def command(self, ranks: int, *arguments: str, program: Path = PROGRAM) -> list[str]:
         """Return the command that starts the program."""
@@ -64,31 +65,32 @@ class World:
             "horovodrun": ["horovodrun", "--gloo", "-np", count, sys.executable],
             "srun": ["srun", "-n", count, sys.executable],
         }
-        return [*starts[self.launcher], *script]
+        return [*starts[self.launcher.removeprefix("forked ")], *script]
 
     @property
     def missing(self) -> str:
         """Why it can't run here, or an empty string."""
         if self.launcher == "srun" and (reason := slurm_missing()):
             return reason
-        if "horovod" in (self.backend, self.launcher[:7]) and not _HAS_HOROVOD:
+        if "horovod" in f"{self.launcher} {self.backend}" and not _HAS_HOROVOD:
             return "horovod is not installed"
         return "mpirun is not installed" if self.launcher == "mpirun" and find_program("mpirun") is None else ""
 
 
-# The ranks of forked worlds are those of plain ones, but they share one import of torch (``forked_python.py``). Nobody
-# can read their command and environment from outside: a rank that looks for those that have not joined, say.
-ONE, FORKED = World("forked", "auto"), World("forked", "ddp")
+# The ranks of forked worlds are those of plain ones, without a launcher. Nobody can read the command and environment of
+# a fork from outside: a rank that looks for those that have not joined, say.
+ONE, FORKED, FORKED_HOROVOD = World("forked", "auto"), World("forked", "ddp"), World("forked horovodrun", "horovod")
 PLAIN, TORCHRUN = World("plain", "ddp"), World("torchrun", "ddp")
 MPIRUN, HOROVODRUN = World("mpirun", "horovod"), World("horovodrun", "horovod")
 MPIRUN_DDP = World("mpirun", "ddp")
 
 
-def worlds(*quick: World, soak: Sequence[World] = ()) -> pytest.MarkDecorator:
-    """Parametrise a test by worlds: those of every run of the tests, and those of ``make soak`` only.
+def worlds(*quick: World, later: Sequence[World] = (), soak: Sequence[World] = ()) -> pytest.MarkDecorator:
+    """Parametrise a test by worlds: those of ``make test``, those of ``make test-all``, and those of ``make soak``.
 
     One that can't run here is skipped, and says why.
     """
+    in_test_all = pytest.mark.all("a second launcher, or one that is not forked")
     return pytest.mark.parametrize(
         "world",
         [
@@ -97,10 +99,11 @@ def worlds(*quick: World, soak: Sequence[World] = ()) -> pytest.MarkDecorator:
                 id=str(one),
                 marks=[
                     pytest.mark.skipif(bool(one.missing), reason=one.missing),
+                    *([in_test_all] if one in later else []),
                     *([pytest.mark.soak] if one in soak else []),
                 ],
             )
-            for one in (*quick, *soak)
+            for one in (*quick, *later, *soak)
         ],
     )
 
@@ -162,16 +165,19 @@ def run(
     The output may be redirected as in a shell, and the launcher may run ``under`` another command.
     """
     (folder / "fault").unlink(missing_ok=True)
-    command = [*under, *world.command(ranks, str(folder), str(steps), fault, program=program)]
-    if output:
-        command = ["bash", "-c", f'exec "$@" {output}', "bash", *command]
-    job = run_job(
-        command,
-        folder,
-        environ={**QUICK, "UNITRAIN_BACKEND": world.backend, "TESTS_PAUSE": str(pause), **(environ or {})},
-        deadline=100,
-        meanwhile=meanwhile,
-    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if world.launcher.startswith("forked "):
+            forked_python.use(monkeypatch)
+        command = [*under, *world.command(ranks, str(folder), str(steps), fault, program=program)]
+        if output:
+            command = ["bash", "-c", f'exec "$@" {output}', "bash", *command]
+        job = run_job(
+            command,
+            folder,
+            environ={**QUICK, "UNITRAIN_BACKEND": world.backend, "TESTS_PAUSE": str(pause), **(environ or {})},
+            deadline=100,
+            meanwhile=meanwhile,
+        )
     left = [*job.left, *forked_python.end_left()]
     assert not left, f"it left processes: {left}\n{job.output}"
     happened = (folder / "fault").read_text() if (folder / "fault").exists() else ""
