@@ -44,7 +44,7 @@ def bars(axis: Axes, title: str, rows: Rows, colors: Mapping[str, str], shown: s
         for number, (name, value) in enumerate(values.items()):
             top = place + (number - (len(values) - 1) / 2) * height
             [bar] = axis.barh(top, value, 0.9 * height, color=colors.get(row, colors[name]))
-            axis.bar_label(axis.containers[-1], [f" {shown.format(value)}"], fontsize=9)  # type: ignore[arg-type]
+            axis.bar_label(axis.containers[-1], [shown.format(value)], padding=3, fontsize=9)  # type: ignore[arg-type]
             if place == 0 and len(series) > 1:
                 bar.set_label(name)
     axis.set_title(title, fontsize=10, loc="left")
