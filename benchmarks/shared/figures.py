@@ -1,7 +1,7 @@
 """Draws the bar charts of the pages from benchmarks/results/*.json into docs/figures/.
 
-    python benchmarks/figures.py
-    python benchmarks/figures.py --output /tmp/figures
+    python benchmarks/shared/figures.py
+    python benchmarks/shared/figures.py --output /tmp/figures
 
 Text is grey and the background transparent, so a chart is readable on a light and on a dark page.
 """
@@ -18,7 +18,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "figures"
 GREY, OTHERS, OURS, LIGHT = "#787878", "#9aa5b1", "#3f7fbf", "#9cc3e6"
