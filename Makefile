@@ -67,9 +67,8 @@ coverage: $(VENV)/.has-test
 
 bench: $(VENV)/.has-bench
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: it will not be measured." >&2
-	@set -e; for script in $(filter-out benchmarks/figures.py,$(wildcard benchmarks/*.py)); do \
-	echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
-	$(BIN)/python benchmarks/figures.py
+	@set -e; for script in benchmarks/*.py; do echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
+	$(BIN)/python benchmarks/shared/figures.py
 
 lint: $(VENV)/.has-test
 	$(BIN)/pre-commit run --all-files $(ARGS)

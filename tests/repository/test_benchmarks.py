@@ -174,7 +174,7 @@ def test_watch(tmp_path: Path) -> None:
 
 
 def test_each_benchmark_is_tested_and_has_its_table() -> None:
-    scripts = {path.stem for path in BENCHMARKS.glob("*.py")} - {"figures"}
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
     assert {path.stem for path in BENCHMARKS.glob("results/*.md")} == scripts
     assert set(re.findall(r'short\("(\w+)", tmp_path\)', Path(__file__).read_text())) == scripts
     assert set(re.findall(r"benchmarks/results/(\w+)\.md", (ROOT / "docs/about/tables.md").read_text())) == scripts
@@ -186,11 +186,11 @@ def labels(folder: Path) -> dict[str, list[str]]:
 
 
 def test_the_figures_are_drawn_from_the_results_and_shown_on_pages(tmp_path: Path) -> None:
-    script = [sys.executable, str(BENCHMARKS / "figures.py"), "--output", str(tmp_path)]
+    script = [sys.executable, str(BENCHMARKS / "shared" / "figures.py"), "--output", str(tmp_path)]
     subprocess.run(script, check=True, timeout=100)
     drawn = labels(tmp_path)
     assert all(len(texts) > 5 for texts in drawn.values())
-    assert labels(ROOT / "docs" / "figures") == drawn, "run: python benchmarks/figures.py"
+    assert labels(ROOT / "docs" / "figures") == drawn, "run: python benchmarks/shared/figures.py"
     pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert set(re.findall(r"!\[[^]]+\]\([./]*figures/([a-z_]+\.svg)\)", pages)) == set(drawn)
 

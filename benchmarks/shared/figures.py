@@ -1,7 +1,7 @@
 """Draws the bar charts of the pages from benchmarks/results/*.json into docs/figures/.
 
-    python benchmarks/figures.py
-    python benchmarks/figures.py --output /tmp/figures
+    python benchmarks/shared/figures.py
+    python benchmarks/shared/figures.py --output /tmp/figures
 
 Text is grey and the background transparent, so a chart is readable on a light and on a dark page.
 """
@@ -18,7 +18,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "figures"
 GREY, OTHERS, OURS, LIGHT = "#787878", "#9aa5b1", "#3f7fbf", "#9cc3e6"
@@ -44,7 +44,7 @@ def bars(axis: Axes, title: str, rows: Rows, colors: Mapping[str, str], shown: s
         for number, (name, value) in enumerate(values.items()):
             top = place + (number - (len(values) - 1) / 2) * height
             [bar] = axis.barh(top, value, 0.9 * height, color=colors.get(row, colors[name]))
-            axis.bar_label(axis.containers[-1], [f" {shown.format(value)}"], fontsize=9)  # type: ignore[arg-type]
+            axis.bar_label(axis.containers[-1], [shown.format(value)], padding=3, fontsize=9)  # type: ignore[arg-type]
             if place == 0 and len(series) > 1:
                 bar.set_label(name)
     axis.set_title(title, fontsize=10, loc="left")
