@@ -148,6 +148,11 @@ class StrategyConfig(Section):
         found = getattr(self, backend, None)
         return found if isinstance(found, kind) else kind()
 
+    def sections_of_others(self, backend: str) -> dict[str, Section]:
+        """Return the sections of other backends than this one, by name."""
+        common = {*StrategyConfig.model_fields, backend}
+        return {name: value for name, value in self if isinstance(value, Section) and name not in common}
+
     @field_validator("device")
     @classmethod
     def _is_known(cls, device: str) -> str:

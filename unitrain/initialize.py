@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from unitrain import call_site, features
 from unitrain.communication.backend import Backend, load_backend
-from unitrain.config import Section, StrategyConfig
+from unitrain.config import StrategyConfig
 from unitrain.device import accelerator, choices
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.features.keywords import StrategySettings
@@ -184,8 +184,7 @@ def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Laun
                 f"{', '.join(backend.compressions)}."
             )
         idle.append(f"compression={config.compression}")
-    sections = {name: value for name, value in config if isinstance(value, Section)}
-    idle += [name for name, section in sections.items() if name != backend.name and section != type(section)()]
+    idle += [name for name, value in config.sections_of_others(backend.name).items() if value != type(value)()]
     if idle:
         message = f"these settings have no effect with backend {backend.name!r}: {', '.join(idle)}."
         call_site.warn(message)

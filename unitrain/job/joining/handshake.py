@@ -15,7 +15,7 @@ import torch
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.comparison import difference_between_ranks
-from unitrain.config import Section, StrategyConfig, flattened
+from unitrain.config import StrategyConfig, flattened
 from unitrain.errors import ConfigError
 from unitrain.job.watch.hub import Member
 from unitrain.process import start_time
@@ -41,8 +41,7 @@ def handshake(communicator: Communicator, config: StrategyConfig, backend: type[
 def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
     """Return what must be the same on all ranks, by the name that the error message uses."""
     # The section of another backend is missing on hosts where that backend is not installed.
-    common = {*StrategyConfig.model_fields, backend.name}
-    others = {name for name, value in config if isinstance(value, Section) and name not in common}
+    others = config.sections_of_others(backend.name)
     settings = config.model_dump(mode="json", exclude={*_OWN_SETTINGS, *others})
     script = Path(sys.argv[0]) if sys.argv else Path()
     package, backend_file = (Path(str(sys.modules[name].__file__)) for name in ("unitrain", backend.__module__))
