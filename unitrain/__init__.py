@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         UnitrainError,
         UsageError,
     )
-    from unitrain.feature import Feature
     from unitrain.initialize import init
     from unitrain.job.starting.spawn import spawn
     from unitrain.job.watch.stopping import Stopped
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from unitrain.settings import dump_yaml, parse_command_line
     from unitrain.settings.strategy_config import StrategyConfig
     from unitrain.strategy import Strategy
+    from unitrain.training.feature import Feature
     from unitrain.training.loop.step import StepResult
 
 __all__ = [
@@ -70,7 +70,7 @@ _HOMES = {
     "dump_yaml": "settings",
     "parse_command_line": "settings",
     "Loader": "data",
-    "Feature": "feature",
+    "Feature": "training.feature",
     "init": "initialize",
     "Launch": "launch.detect",
     "spawn": "job.starting.spawn",

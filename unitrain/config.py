@@ -150,8 +150,10 @@ class StrategyConfig(Section):
 
     def sections_of_others(self, backend: str) -> dict[str, Section]:
         """Return the sections of other backends than this one, by name."""
-        common = {*StrategyConfig.model_fields, backend}
-        return {name: value for name, value in self if isinstance(value, Section) and name not in common}
+        # unitrain.StrategyConfig inherits what the core and features declare, and adds the sections of backends.
+        inherited = {name for base in type(self).__bases__ if issubclass(base, Section) for name in base.model_fields}
+        others = type(self).model_fields.keys() - inherited - {backend}
+        return {name: getattr(self, name) for name in type(self).model_fields if name in others}
 
     @field_validator("device")
     @classmethod

@@ -25,7 +25,6 @@ from unitrain.data.options import LoaderOptions
 from unitrain.data.order.shares import reduced
 from unitrain.device import accelerator, devices_of, pick_device
 from unitrain.errors import UsageError
-from unitrain.feature import Feature
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
@@ -34,6 +33,7 @@ from unitrain.metrics.throughput import Throughput
 from unitrain.process import print_stderr
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.feature import Feature
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep

@@ -352,7 +352,7 @@ def test_what_would_lose_weights_in_a_swap_is_refused(run: Run) -> None:
 def test_a_weight_that_was_replaced_is_found(run: Run) -> None:
     run.model[0].weight = nn.Parameter(torch.zeros(8, 4).double())
     for use in (run.ema.state_dict, run.ema.swapped().__enter__, run.checkpoint.save_now):
-        with pytest.raises(UsageError, match=r"0\.weight is not the tensor that ema\(\) averages"):
+        with pytest.raises(UsageError, match=r"0\.weight is not the tensor that the EMA averages"):
             use()
 
 

@@ -37,8 +37,8 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_public_names_are_these() -> None:
     assert sorted(unitrain.__all__) == unitrain.__all__ == [
-        "Backend", "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Launch",
-        "LaunchError", "Loader", "Meter", "NonFiniteError", "Section", "StepResult", "Stopped", "Strategy",
+        "Backend", "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Feature",
+        "Launch", "LaunchError", "Loader", "Meter", "NonFiniteError", "Section", "StepResult", "Stopped", "Strategy",
         "StrategyConfig", "UnitrainError", "UsageError", "dump_yaml", "init", "parse_command_line", "spawn",
     ]  # fmt: skip
     assert dir(unitrain) == unitrain.__all__
@@ -224,10 +224,10 @@ def test_every_module_of_training_and_data_has_a_test_file_of_its_name() -> None
         "training/optimizers/sharded.py": "training/optimizers/test_sharded_optimizers.py",
         "training/optimizers/coupling.py": "training/optimizers/test_sharded_optimizers.py",
         "training/hooks.py": "training/loop/test_step.py",
+        "training/loop/sockets.py": "training/test_feature.py",
+        "training/state_parts.py": "training/test_feature.py",
         "training/loop/weights.py": "training/loop/test_loss_weights.py",
         "training/loop/parts.py": "training/loop/test_loss_weights.py",
-        "training/loop/sockets.py": "training/optimizers/test_local_sgd.py",
-        "training/state_parts.py": "training/optimizers/test_rounds.py",
     }
     rooms = [ROOT / "unitrain" / "training", ROOT / "unitrain" / "data"]
     tested = [path.relative_to(ROOT / "unitrain") for room in rooms for path in room.rglob("[!_]*.py")]

@@ -10,7 +10,7 @@ that settings are read without it.
 - ``EXCLUDES``: settings that it can't be combined with, and why.
 - ``RESUMED``: settings that must be the same when a run is resumed.
 - ``check(config, backend)``: raises ConfigError if it does not work with a backend. Called if the feature is turned on.
-- ``make(config)``: returns the ``unitrain.feature.Feature`` that is added to the run, if the feature is turned on.
+- ``make(config)``: returns the ``unitrain.Feature`` that is added to the run, if the feature is turned on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unitrain.config import Section, StrategyConfig, conflict
 
 if TYPE_CHECKING:
     from unitrain.communication.backend import Backend
-    from unitrain.feature import Feature
+    from unitrain.training.feature import Feature
 
 
 class Exclusion(NamedTuple):

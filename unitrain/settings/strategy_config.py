@@ -73,7 +73,7 @@ else:
     StrategyConfig = create_model(
         "StrategyConfig",
         __base__=(*features.settings(), config.StrategyConfig),  # pydantic puts the fields of the last one first
-        __validators__={"_refuse_exclusions": model_validator(mode="after")(features.refuse_exclusions)},
+        __validators__={"refuse_exclusions": model_validator(mode="after")(features.refuse_exclusions)},
         __module__=__name__,  # so that it can be pickled
         # The descriptions are set already. Without this, pydantic searches source code for docstrings: 40 ms.
         __cls_kwargs__={"use_attribute_docstrings": False},

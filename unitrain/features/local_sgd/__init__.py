@@ -12,7 +12,7 @@ from unitrain.features import Exclusion
 
 if TYPE_CHECKING:
     from unitrain.communication.backend import Backend
-    from unitrain.feature import Feature
+    from unitrain.training.feature import Feature
 
 _DIFFERENT = "ranks have different weights within a round"
 SETTING = "local_sgd.steps"

@@ -30,9 +30,9 @@ from torch.optim import SGD, Optimizer
 from unitrain import call_site
 from unitrain.device import HALF_DTYPES
 from unitrain.errors import UsageError
-from unitrain.feature import Feature
 from unitrain.features.local_sgd import LocalSGDSettings
 from unitrain.features.local_sgd.states import LocalStates
+from unitrain.training.feature import Feature
 from unitrain.training.gradients.gradients import GradientReducer
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.loop.averaging import WAITING, Averaging

@@ -7,20 +7,30 @@ optimizer, and of the other ranks' optimizers, with the own weights of each rank
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import in_order
-from unitrain.training.state_parts import StatePart
-
-if TYPE_CHECKING:
-    from unitrain.features.local_sgd.rounds import LocalSGD
 from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.checkpoint.store.located import FEATURE
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import needed, receive
 from unitrain.errors import CheckpointError
+from unitrain.training.state_parts import StatePart
+
+
+class Rounds(Protocol):
+    """The rounds of a run, as far as their state is concerned; see ``LocalSGD``."""
+
+    def collect(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the outer optimizer's state."""
+
+    def with_own(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """Return a state with this rank's weights, within a round."""
+
+    def restore(self, state: Mapping[str, Any], own: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Load these states."""
 
 
 class LocalStates(StatePart):
@@ -28,7 +38,7 @@ class LocalStates(StatePart):
 
     name = f"{FEATURE}local_sgd"
 
-    def __init__(self, communicator: Communicator, local: LocalSGD) -> None:
+    def __init__(self, communicator: Communicator, local: Rounds) -> None:
         self._communicator = communicator
         self._local = local
 

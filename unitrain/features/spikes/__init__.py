@@ -8,7 +8,7 @@ from unitrain.config import Section, StrategyConfig
 from unitrain.features import Exclusion
 
 if TYPE_CHECKING:
-    from unitrain.feature import Feature
+    from unitrain.training.feature import Feature
 
 SETTING = "on_spike"
 EXCLUDES = (

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import NonFiniteError
-from unitrain.feature import Feature
 from unitrain.job.watch.stopping import Stopped
 from unitrain.process import print_stdout
+from unitrain.training.feature import Feature
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.prepared import PreparedModules
