@@ -1,6 +1,7 @@
 """What can be deleted: each folder is a feature, found by being there.
 
-It has ``wanted(config)``, ``plug_in(sockets)``, and perhaps ``check(config, backend)``, which refuses a backend.
+It has ``wanted(config)``, ``plug_in(sockets)``, and perhaps ``check(config, backend)``, which refuses a backend. One
+without ``wanted`` is only called by scripts.
 """
 
 from __future__ import annotations
@@ -33,5 +34,5 @@ def plug_in(sockets: Sockets) -> None:
 def _wanted(config: StrategyConfig) -> Iterator[Any]:
     for found in pkgutil.iter_modules(__path__):
         feature: Any = import_module(f"{__name__}.{found.name}")
-        if feature.wanted(config):
+        if hasattr(feature, "wanted") and feature.wanted(config):
             yield feature
