@@ -33,9 +33,7 @@ from unitrain.recipes.text import gpt
 class Settings(TrainingSettings):
     """The recipe's settings; each is a flag, and a key in the file passed to --config."""
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = TrainingSettings.MAY_CHANGE | {
-        "find_micro_batch_size", "prompt", "sample",
-    }  # fmt: skip
+    MAY_CHANGE: ClassVar[frozenset[str]] = TrainingSettings.MAY_CHANGE | {"prompt", "sample"}
 
     data: str = "docs"
     """docs (Python's help topics), stdlib (Python's own source files), or the path of a text file or a folder."""
@@ -53,8 +51,6 @@ class Settings(TrainingSettings):
     """Passes over the training text."""
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Sequences per optimizer step, over all processes."""
-    find_micro_batch_size: bool = False
-    """Split a batch into as few micro-batches as fit into memory on every process; the training stays the same."""
     lr: Annotated[float, Field(gt=0)] = 4e-3
     """Peak learning rate of AdamW, before scaling."""
     lr_floor: Annotated[float, Field(ge=0)] = 2e-4
@@ -108,8 +104,6 @@ def main() -> None:
         with strategy.autocast():
             return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    if settings.find_micro_batch_size:
-        strategy.find_micro_batch_size(train, loss_of, optimizer)
     throughput, last_step = strategy.throughput(), settings.last_step
     if settings.profile:
         strategy.profile(folder.path)

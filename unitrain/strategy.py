@@ -271,53 +271,6 @@ class Strategy:
         self._step.check_verdicts()
         return feature
 
-    def find_micro_batch_size(
-        self,
-        loader: Loader,
-        compute_loss: Callable[[Any], Tensor],
-        optimizer: Optimizer | Sequence[Optimizer],
-    ) -> int:
-        """Find a micro-batch that fits into memory on every rank, and let ``loader`` use it. Collective.
-
-        A rank's share of the global batch is halved until steps on the first samples of the epoch fit on every rank, so
-        the training stays the same. Each rank makes these steps alone: gradients are not averaged. Weights, buffers,
-        optimizer state, random numbers and the position in the data are as before at the end.
-
-        Call it after ``prepare``, ``ema`` and ``checkpoint.resume``, and before the loop.
-
-        Args:
-            loader: the loader of the training, on a map-style dataset. If its samples differ in size, pass one of the
-                largest samples, and the result to ``dataloader`` as ``micro_batch_size``.
-            compute_loss: returns the loss of a batch of this loader, as in the loop, and does nothing else.
-            optimizer: the optimizer, or all that the loss is for.
-
-        Returns:
-            The number of samples per process and forward.
-
-        Raises:
-            DataError: not even a single sample per process fits; on every rank.
-            UsageError: an argument is wrong, ``accumulate`` is set, or gradients have been accumulated.
-
-        Example:
-            >>> def compute_loss(batch):
-            ...     images, labels = batch
-            ...     return criterion(model(images), labels)
-            >>> strategy.find_micro_batch_size(train, compute_loss, optimizer)
-        """
-        from unitrain.training.sizing.batch_finder import BatchFinder  # few scripts need it
-
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        return BatchFinder(
-            self._communicator,
-            self._step,
-            self._prepared,
-            self._accelerators(),
-            self.config,
-            loader,
-            compute_loss,
-            optimizers,
-        ).find()
-
     def _accelerators(self) -> list[torch.device]:
         """Return the GPUs of this process, with those on which the script has put layers of its models."""
         in_use = [*self.devices, *(device for module in self._prepared for device in devices_of(module))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from itertools import chain
 from pathlib import Path
 
@@ -99,39 +98,3 @@ def test_an_evaluation_that_was_broken_off_begins_again() -> None:
 def test_the_options_that_type_checkers_know_are_those_of_the_loader() -> None:
     named = {field.name for field in dataclasses.fields(LoaderSettings) if field.init} - {"dataset", "passed_on"}
     assert set(LoaderOptions.__annotations__) == named | set(WorkerOptions.__annotations__)
-
-
-def test_a_loader_is_split_between_two_iterations_and_yields_the_same_samples() -> None:
-    strategy, loader, model, optimizer = opened()
-    before = loader.state_dict()
-    first = loader.first_batch(3)
-    assert rows(first) == rows(next(iter(loader)))[:3]
-    assert len(loader.first_batch(100)[0]) == 12
-    assert loader.state_dict() == before
-    epochs = []
-    for size in (4, 3):
-        loader.split(size)
-        read = [rows(batch) for batch in loader if strategy.step(model(batch[0]).mean(), optimizer)]
-        epochs.append(read)
-        loader.epoch = 0
-    assert [len(batch) for batch in epochs[0]] == [4, 4, 4]
-    assert [len(batch) for batch in epochs[1]] == [2, 2] * 3
-    assert list(chain(*epochs[0])) == list(chain(*epochs[1]))
-    assert strategy.global_step == 6
-
-
-def test_a_batch_for_a_trial_is_read_by_the_workers_and_no_more_of_them(tmp_path: Path) -> None:
-    class Files(torch.utils.data.Dataset[float]):
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> float:
-            (tmp_path / f"{index} {os.getpid()}").touch()
-            return float(index)
-
-    with unitrain.init(backend="single") as strategy:
-        loader = strategy.dataloader(Files(), global_batch_size=4, num_workers=2, persistent_workers=True)
-        assert loader.first_batch(3).tolist() == [0, 1, 2]
-    names = [path.name.split() for path in tmp_path.iterdir()]
-    assert sorted(index for index, _ in names) == ["0", "1", "2"]
-    assert str(os.getpid()) not in {pid for _, pid in names}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 from typing_extensions import Unpack
@@ -16,7 +14,7 @@ from unitrain.config import StrategyConfig
 from unitrain.data.loop import Iteration, LoopListener
 from unitrain.data.options import LoaderOptions
 from unitrain.data.order.sharding import MicroBatch
-from unitrain.data.reading.feeding import feed, to_device
+from unitrain.data.reading.feeding import feed
 from unitrain.data.reading.fingerprint import check_same_data, fingerprint
 from unitrain.data.reading.iterable import Iterable
 from unitrain.data.reading.map_style import MapStyle
@@ -62,10 +60,9 @@ class Loader:
     ) -> None:
         given = LoaderSettings.of(dataset, options)
         self.dataset: Any = given.dataset
-        self._shares = loop.shares
         self.global_batch_size: int | None = None
         if given.batch_sampler is None:
-            micro_batches = given.micro_batches(self._shares, config.accumulate)
+            micro_batches = given.micro_batches(loop.shares, config.accumulate)
             self.global_batch_size = given.samples_per_step(communicator.world_size, micro_batches)
         self._communicator = communicator
         self._loop = loop
@@ -78,40 +75,9 @@ class Loader:
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
         self.epoch = 0
         self._given = given
-        self._make_source = partial(make_source, communicator, config, local_world_size)
-        self._source: Iterable | MapStyle = self._make_source(given, self._shares, self._seed)
-
-    def check_splits(self) -> None:
-        """Raise UsageError unless ``split`` and ``first_batch`` can be called."""
-        if self._given.is_iterable or self._given.batch_sampler is not None:
-            what = "a loader with a batch sampler" if self._given.batch_sampler is not None else "an iterable dataset"
-            raise UsageError(
-                f"the micro-batch size of {what} can't be changed: find it with a loader of some samples in a list "
-                "(the largest ones), and pass micro_batch_size or accumulate."
-            )
-
-    def first_batch(self, samples: int) -> Any:
-        """Return this rank's part of the first ``samples`` samples of the epoch, on its device.
-
-        For trials: the position in the data stays the same, and nothing is recorded. Not collective.
-        """
-        given = replace(self._of_steps(samples), drop_last=False)
-        source = self._make_source(given, self._shares, self._seed)
-        assert isinstance(source, MapStyle)  # see check_splits
-        return to_device(source.first_batch(self._seed, self._epoch), self._communicator.device)
-
-    def split(self, micro_batch_size: int) -> None:
-        """Set ``micro_batch_size`` from the next iteration on. The samples of a step stay the same.
-
-        Raises:
-            ConfigError: ``accumulate`` is set.
-        """
-        given = replace(self._of_steps(self.global_batch_size), micro_batch_size=micro_batch_size)
-        self._given, self._source = given, self._make_source(given, self._shares, self._seed)
-
-    def _of_steps(self, samples: int | None) -> LoaderSettings:
-        """Return the settings with this many samples per step, which are not split."""
-        return replace(self._given, global_batch_size=samples, batch_size=None, micro_batch_size=None)
+        self._source: Iterable | MapStyle = make_source(
+            communicator, config, local_world_size, given, loop.shares, self._seed
+        )
 
     def __len__(self) -> int:
         """Return the number of batches (micro-batches) in an epoch, the same on every rank.

@@ -1,17 +1,13 @@
-"""Puts back what steps change: weights, buffers, gradients, optimizer state, random numbers."""
+"""Puts back what steps change: weights, buffers and the states of optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-
-from unitrain import rng
 
 
 class Copies:
@@ -49,35 +45,6 @@ class Copies:
             # One that has not changed is not written to: buffers with a new version are broadcast.
             if not torch.equal(part.cpu(), value):
                 part.copy_(value)
-
-
-class TrainingState:
-    """The state of modules, optimizers and random number generators at the time when this is made.
-
-    Unlike state dicts, it includes buffers that are not persistent and attributes of optimizers.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        layers = {layer: None for module in modules for layer in module.modules()}
-        # The attributes of a layer, and its parameters and buffers, which are dicts among them.
-        of_layers = [own for layer in layers for own in (vars(layer), *vars(layer).values()) if isinstance(own, dict)]
-        states = [state for one in optimizers for state in (*one.param_groups, *one.state.values())]
-        self._copies = Copies(states, [*of_layers, *(own for one in optimizers for own in (vars(one), one.state))])
-        self._gradients = [(tensor, tensor.grad) for tensor in self._copies.tensors if tensor.is_leaf]
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Context manager that begins without gradients, and puts everything back at its end."""
-        generators = rng.capture()
-        for tensor, _ in self._gradients:
-            tensor.grad = None
-        try:
-            yield
-        finally:
-            self._copies.put_back()
-            for tensor, gradient in self._gradients:
-                tensor.grad = gradient
-            rng.restore(generators)
 
 
 def _copied(content: Mapping[Any, Any]) -> dict[Any, Any]:

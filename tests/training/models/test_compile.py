@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import compiled_by
-from needs import HOROVOD
+from needs import HOROVOD, compiled_by
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss

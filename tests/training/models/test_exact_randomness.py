@@ -227,14 +227,6 @@ def test_evaluations_exports_and_the_process_s_generator_are_as_before() -> None
         assert not torch.equal(exported(x), exported(x)), "a plain module again"
 
 
-def test_the_trials_of_the_batch_finder_draw_as_always() -> None:
-    with unitrain.init(backend="single", device="cpu", exact_randomness=True) as strategy:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        train = strategy.dataloader(TensorDataset(torch.ones(12, 4)), global_batch_size=6)
-        assert strategy.find_micro_batch_size(train, lambda batch: model(batch[0]).sum(), optimizer) == 6
-
-
 # ------------------------------------------------------------------------------------------------ the numbers drawn
 
 

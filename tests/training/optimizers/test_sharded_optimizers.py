@@ -7,7 +7,6 @@ import io
 import itertools
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -520,42 +519,6 @@ def test_what_can_t_be_sharded_is_refused() -> None:
             "does not support Lookahead: its state_dict() would return one rank's state, since it does not call"
             in found["Lookahead"]
         )
-
-
-def loss_with(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of a batch, unless it has too many samples for the memory."""
-    loss = loss_of(model, *batch)
-    if len(batch[0]) > 2:
-        raise torch.OutOfMemoryError("no memory for so many")
-    return loss
-
-
-def find_a_size() -> tuple[int, State, State]:
-    """Find a micro-batch, and train. Return the size, and the weights with and without having looked for it."""
-    trained = []
-    for looks in (True, False):
-        settings = {**settings_of("ddp"), "accumulate": 1}
-        with unitrain.init(shard_optimizer=True, **settings) as strategy:
-            torch.manual_seed(3)
-            model = Model()
-            model, optimizer = strategy.prepare(model, AdamW(model.parameters(), lr=0.01))
-            loader = strategy.dataloader(texts(), global_batch_size=BATCH, micro_batch_size=2)
-            for batch in loader:
-                strategy.step(loss_with(model, batch), optimizer)
-            if looks:
-                loader = strategy.dataloader(texts(), global_batch_size=BATCH)
-                size = strategy.find_micro_batch_size(loader, partial(loss_with, model), optimizer)
-            for batch in loader:
-                strategy.step(loss_with(model, batch), optimizer)
-            strategy.check_in_sync(model)
-            trained.append(strategy.export(model).state_dict())
-    return size, trained[0], trained[1]
-
-
-def test_a_micro_batch_is_found_and_nothing_is_left_of_trials() -> None:
-    for size, looked, other in run_ranks(find_a_size):
-        assert size == 2
-        assert all(map(torch.equal, looked.values(), other.values()))
 
 
 def train_compressed() -> list[State]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, tee
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -65,12 +65,6 @@ class MapStyle:
         epoch = self._orders.epoch(seed, number, start)
         labels, micro_batches = tee(epoch.plan)  # the loader reads ahead
         return zip(labels, self._read(epoch, micro_batches, seed, number), strict=True)
-
-    def first_batch(self, seed: int, number: int) -> Any:
-        """Return the first batch of an epoch. No other is read."""
-        epoch = self._orders.epoch(seed, number, 0)
-        [batch] = self._read(epoch, islice(epoch.plan, 1), seed, number)
-        return batch
 
     def _read(self, epoch: Epoch, micro_batches: Iterator[MicroBatch], seed: int, number: int) -> Iterator[Any]:
         self._requests.coming = requests(epoch, micro_batches, seed if self._seeded else None, number)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -138,19 +137,6 @@ def revert(module: nn.Module) -> None:
         if isinstance(layer, SyncBatchNorm):
             del layer.ranks, layer.sync_name
             layer.__class__ = layer.plain  # type: ignore[assignment]
-
-
-@contextmanager
-def local_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Make synchronized layers use only the rows of this rank in the block, without communication."""
-    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    for layer in layers:
-        layer.ranks.apart = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.ranks.apart = False
 
 
 class _StandInHooks:

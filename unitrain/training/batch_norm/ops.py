@@ -32,15 +32,11 @@ class Ranks:
 
     A compiled graph refers to it by its ``key``, since the arguments of a custom operator are tensors and plain values.
     What changes between steps, such as whether the batch is a stand-in, is thus read when the graph runs.
-
-    Attributes:
-        apart: whether layers use the rows of this rank only, and don't communicate.
     """
 
     def __init__(self, communicator: Communicator, current_batch: CurrentBatch) -> None:
         self.communicator: Communicator = communicator
         self.current_batch: CurrentBatch = current_batch
-        self.apart: bool = False
         self.key: int = next(_keys)
         _RANKS[self.key] = self
 
@@ -87,16 +83,13 @@ def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
         local[:channels] = mean
         local[channels : 2 * channels] = variance
         local[-1:] = count  # older torch sets a single element by a copy from the host, which waits for the GPU
-    if ranks.apart:
-        gathered = local.unsqueeze(0)
-    else:
-        ranks.communicator.collectives.compare_calls(f"forward of {name}")
-        with ranks.communicator.collectives.pulse.within(name):
-            local = local.to(ranks.communicator.device)  # the layer may be on another one
-            gathered = ranks.communicator.collectives.all_gather_async(local, f"{name}.forward")().to(x.device)
+    ranks.communicator.collectives.compare_calls(f"forward of {name}")
+    with ranks.communicator.collectives.pulse.within(name):
+        local = local.to(ranks.communicator.device)  # the layer may be on another one
+        gathered = ranks.communicator.collectives.all_gather_async(local, f"{name}.forward")().to(x.device)
     means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     total = counts.sum()
-    if count <= 1 and not ranks.apart and total.item() <= 1:
+    if count <= 1 and total.item() <= 1:
         raise ValueError(f"BatchNorm needs more than 1 value per channel over all ranks in training, got {x.shape}")
     share = counts / total.clamp(min=1)
     mean = (means * share).sum(0)
@@ -140,8 +133,7 @@ def _gradients(
             mean.new_zeros(channels),
         )
     sums = torch.cat([grad_bias, grad_weight]).double().to(ranks.communicator.device)
-    if not ranks.apart:
-        ranks.communicator.collectives.all_reduce_async(sums, "sum", f"{name}.backward")()
+    ranks.communicator.collectives.all_reduce_async(sums, "sum", f"{name}.backward")()
     sums = sums.to(x.device)
     if of_input and statistics.own:
         inverse_std = torch.rsqrt(variance + eps)

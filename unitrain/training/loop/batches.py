@@ -29,7 +29,6 @@ class OpenBatches:
         micro_batch: the micro-batch that was yielded for training, or trained on, last; None without a loader.
         position: how far the training has come in its data: the samples that were trained on, on all ranks, or left out
             by the script, and ``ITERATION`` for each iteration. It only grows.
-        in_trial: whether steps are made on other batches, as a trial, and undone.
         between_epochs: whether a training iteration has ended, and what follows it in the script is not done yet.
     """
 
@@ -37,7 +36,6 @@ class OpenBatches:
         self.current_batch: CurrentBatch = CurrentBatch()
         self.micro_batch: MicroBatch | None = None
         self.position: int = 0
-        self.in_trial: bool = False
         self.between_epochs: bool = False
         self._open: deque[tuple[MicroBatch, Iteration]] = deque()
         self._trained: tuple[MicroBatch, Iteration] | None = None  # last

@@ -42,10 +42,6 @@ class Batches(Protocol):
     def current(self) -> tuple[MicroBatch, Iteration] | None:
         """The micro-batch that a forward is of, and its iteration over a loader; None without a loader."""
 
-    @property
-    def in_trial(self) -> bool:
-        """Whether steps are made on other batches, as a trial, and undone."""
-
 
 class ExactRandomness(StepHook):
     """Enters and leaves the mode in which random numbers belong to samples: in forwards, and in their backward."""
@@ -84,7 +80,7 @@ class ExactRandomness(StepHook):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         # Where there is an entry already, this is a part of the module whose forward runs.
-        if not module.training or any(self._entered) or self._batches.in_trial:
+        if not module.training or any(self._entered):
             self._entered.append(None)
             return
         if not self._mode.in_forward:

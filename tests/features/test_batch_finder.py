@@ -1,0 +1,220 @@
+"""The size that is found fits on every rank, and nothing is left of the attempts."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from needs import GPU, HOROVOD
+from ranks import run_ranks
+from torch import nn
+from torch._utils import ExceptionWrapper
+
+import unitrain
+from unitrain import DataError, UsageError, rng
+from unitrain.features.batch_finder import find_micro_batch_size
+from unitrain.features.batch_finder.finder import first_line, is_out_of_memory
+
+MB = 2**20
+
+
+def out_of_memory() -> None:
+    """Run out of memory as torch does on a host."""
+    torch.empty(2**60)
+
+
+def find(backend: str, most: list[int]) -> list[Any]:
+    """Find a size when ranks run out of memory in the middle of their step. Return it, and what is left of attempts."""
+    with unitrain.init(backend=backend, device="cpu", timeout_s=20, debug=True) as strategy:
+        model = nn.Linear(4, 2)
+        sizes: list[int] = []
+
+        def attempt(size: int) -> None:
+            sizes.append(size)
+            model.register_buffer("large", torch.rand(size))
+            if size > most[strategy.rank]:
+                out_of_memory()
+
+        drawn = rng.capture()
+        size = find_micro_batch_size(strategy, attempt, 10)
+        assert torch.equal(torch.get_rng_state(), drawn["torch"])
+        strategy.prepare(model)
+        return [size, sizes, strategy.gather([strategy.rank])]
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher"), [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD)]
+)
+def test_the_rank_with_the_least_memory_decides_and_leaves_no_other_waiting(
+    backend: str, launcher: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = run_ranks(find, backend, [10, 4], launcher=launcher)
+    assert first == second == [3, [10, 5, 3], [0, 1]]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("unitrain: micro_batch_size")]
+    assert re.fullmatch(
+        r"unitrain: micro_batch_size 3: 5 samples did not fit on rank 1 \("
+        r"DefaultCPUAllocator: can't allocate memory.*\)\.",
+        line,
+    )
+
+
+def fail() -> list[str]:
+    said = []
+    with unitrain.init(backend="ddp", device="cpu", timeout_s=20) as strategy:
+
+        def fails_on_rank_1(size: int) -> None:
+            if strategy.rank == 1:
+                out_of_memory()
+
+        with pytest.raises(DataError) as no_memory:
+            find_micro_batch_size(strategy, fails_on_rank_1, 8)
+        said.append(str(no_memory.value))
+        for attempt, largest in (
+            (lambda size: strategy.gather([size]), 8),
+            (lambda size: None, 0),
+            (lambda size: torch.ones(2) @ torch.ones(3), 8),
+        ):
+            with pytest.raises((UsageError, RuntimeError)) as raised:
+                find_micro_batch_size(strategy, attempt, largest)
+            said.append(str(raised.value))
+        assert strategy.gather([strategy.rank]) == [0, 1]
+        strategy.prepare(nn.Linear(2, 2))
+        with pytest.raises(UsageError) as late:
+            find_micro_batch_size(strategy, lambda size: None, 8)
+        said.append(str(late.value))
+    return said
+
+
+def test_what_does_not_fit_or_is_wrong_is_an_error_on_every_rank() -> None:
+    first, second = run_ranks(fail)
+    assert first == second
+    too_large, collective, none, mistake, prepared = first
+    assert re.match(
+        r"a micro-batch of 1 sample does not fit into memory: 1 samples did not fit on rank 1 \(", too_large
+    )
+    assert "gather was called in an attempt of find_micro_batch_size, which each rank makes alone" in collective
+    assert "largest is 0, but must be at least 1" in none
+    assert "inconsistent tensor size" in mistake
+    assert "call it before strategy.prepare" in prepared
+
+
+def test_what_an_attempt_has_allocated_is_freed_before_the_next() -> None:
+    alive: list[int] = []
+
+    class Large(nn.Module):
+        """Counts its instances."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.itself = [self]  # a cycle, as in models
+
+    def attempt(size: int) -> None:
+        gc.disable()  # the finder collects
+        alive.append(sum(type(one) is Large for one in gc.get_objects()))
+        large = Large()
+        if size > 2:
+            out_of_memory()
+        del large
+
+    try:
+        with unitrain.init(backend="single", device="cpu") as strategy:
+            assert find_micro_batch_size(strategy, attempt, 8) == 2
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0]
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_gpu() -> None:
+    torch.cuda.set_per_process_memory_fraction(2 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with unitrain.init(backend="single", device="cuda") as strategy:
+            most = 22
+
+            def attempt(size: int) -> None:
+                torch.empty(size * 100 * MB, dtype=torch.uint8, device="cuda")
+
+            assert find_micro_batch_size(strategy, attempt, most) == 11
+            assert torch.cuda.memory_reserved() < 100 * MB
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# ------------------------------------------------------------------------------------- which errors mean no memory
+
+HUGE = 2**58  # bytes; no process can map so much
+
+
+def worker() -> None:
+    """Fail as a DataLoader does when one of its workers has failed."""
+    try:
+        torch.empty(HUGE, dtype=torch.uint8)
+    except RuntimeError:
+        error = ExceptionWrapper(where="in DataLoader worker process 0")  # type: ignore[no-untyped-call]
+    error.reraise()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        lambda: torch.empty(HUGE, dtype=torch.uint8),
+        lambda: bytearray(HUGE),
+        lambda: np.empty(HUGE, dtype=np.uint8),
+        lambda: mmap.mmap(-1, HUGE),
+        worker,
+    ],
+    ids=["torch", "python", "numpy", "mmap", "worker"],
+)
+def test_what_a_host_says(fails: Callable[[], object]) -> None:
+    with pytest.raises((RuntimeError, MemoryError, OSError)) as raised:
+        fails()
+    assert is_out_of_memory(raised.value)
+
+
+# Without a GPU here: as they are reported.
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("FIND was unable to find an engine to execute this computation"),
+        RuntimeError("std::bad_alloc"),
+    ],
+    ids=str,
+)
+def test_what_gpus_and_libraries_say(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        ValueError("out of memory"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        KeyError("x"),
+    ],
+    ids=str,
+)
+def test_other_errors(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_the_reason_is_one_line_without_torch_s_source() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(HUGE, dtype=torch.uint8)
+    assert re.match(rf"DefaultCPUAllocator: can't allocate memory: .* {HUGE} bytes", first_line(raised.value))
+    assert first_line(MemoryError()) == "MemoryError"
+    assert first_line(RuntimeError("CUDA error: out of memory\nmore")) == "CUDA error: out of memory"

@@ -1,1 +1,0 @@
-"""The size of micro-batches and shares."""
