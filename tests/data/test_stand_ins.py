@@ -283,6 +283,7 @@ def alone() -> dict[str, Trained]:
     return train_all({"single": [*CASES]})["single"]
 
 
+@pytest.mark.slow("two backends train eight cases")
 @pytest.mark.xdist_group("stand_ins")
 @pytest.mark.parametrize(
     ("cases", "launcher"),

@@ -138,6 +138,7 @@ def _as_eager_in_turn(several: list[dict[str, Any]]) -> None:
         _as_eager(settings)
 
 
+@pytest.mark.slow("compiles on each rank")
 @pytest.mark.parametrize(
     ("launcher", "synchronized"),
     [
