@@ -1,7 +1,10 @@
 # make train   train a small ResNet on two processes
-# make test    run the test suite
+# make test    run the tests (eight minutes on two cores): every unit, each promise once on ddp and Horovod, one start
+#              of each launcher
+# make test-all  make test, then what it leaves out (a quarter of an hour more): more worlds, recipes and faults under
+#              more launchers, loops of other libraries
 # make check   check style, types, the documentation site, Dockerfiles, and the released packages
-# make soak    run every fault under every launcher, kills at random moments, and what make test leaves out: most
+# make soak    run every fault under every launcher, kills at random moments, and what make test-all leaves out: most
 #              benchmarks' short forms, more worlds, ten times the examples of Hypothesis (about half an hour), and
 #              a hundred starts and ends under each launcher (another two hours on two cores). Write tests/faults/results.md
 # make coverage  measure what make test covers, in a third more time; print the total, and the files below 90 %
@@ -29,7 +32,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check soak coverage bench lint hooks dist docs clean
+.PHONY: help train test test-all check soak coverage bench lint hooks dist docs clean
 .NOTPARALLEL:
 
 help:
@@ -42,7 +45,11 @@ train: $(VENV)/.has-recipes
 test: $(VENV)/.has-test
 	@.ci/install-system-parts
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: its tests will be skipped." >&2
-	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 --cpu-seconds build/cpu-seconds/test.tsv $(ARGS)
+
+test-all: test
+	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 --cpu-seconds build/cpu-seconds/test-all.tsv \
+		-m "all and not soak and not check" $(ARGS)
 
 check: $(VENV)/.has-test
 	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 -m "check and not soak" $(ARGS)
@@ -52,7 +59,7 @@ soak: $(VENV)/.has-test
 	rm -f ends.jsonl
 	TESTS_ENDS=$(CURDIR)/ends.jsonl $(BIN)/pytest tests/faults -m "soak or not soak" $(ARGS)
 	$(BIN)/python tests/faults/support/report.py ends.jsonl > tests/faults/results.md
-	$(BIN)/pytest tests --ignore tests/faults -m soak $(ARGS)
+	$(BIN)/pytest tests --ignore tests/faults -m "soak or all" $(ARGS)
 	$(BIN)/pytest tests -m "hypothesis and not soak" --hypothesis-profile soak $(ARGS)
 
 # Without what bounds a time, which takes longer when every line is counted.
@@ -61,7 +68,7 @@ coverage: $(VENV)/.has-test
 	@$(BIN)/unitrain install-horovod
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	-$(BIN)/coverage run $(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 -m "not soak and not check and not alone" $(ARGS)
+	-$(BIN)/coverage run $(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 -m "not soak and not check and not all and not alone" $(ARGS)
 	$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report | awk 'NR <= 2 || /^TOTAL/ || int($$NF) < 90'
 

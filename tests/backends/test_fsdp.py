@@ -537,6 +537,7 @@ def train_on_hosts(folder: str) -> tuple[list[float], State, float]:
     return train(2, settings, folder)
 
 
+@pytest.mark.all("four ranks")
 def test_shards_of_a_host_are_replicated_between_hosts(tmp_path: Path) -> None:
     for found in ranks.run_ranks(train_on_hosts, str(tmp_path), nprocs=4, launcher=two_hosts):
         assert_close(found, by_hand(2))

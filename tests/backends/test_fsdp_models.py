@@ -100,6 +100,7 @@ def train_all(backend: str) -> list[tuple[list[float], State]]:
     return [train(backend, make) for make in CASES]
 
 
+@pytest.mark.all("five language models, compiled and trained twice")
 def test_adapters_frozen_parts_and_compiled_blocks_train_as_in_one_process() -> None:
     pytest.importorskip("peft")
     ranks = run_ranks(train_all, "fsdp", timeout=120)

@@ -189,6 +189,7 @@ while not survived:
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked")
 def test_a_kill_within_a_save_leaves_a_whole_best_that_the_newest_state_knows(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120

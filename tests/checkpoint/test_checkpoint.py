@@ -231,7 +231,7 @@ for victim in itertools.count(1):
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.all("another moment"))])
 def test_a_kill_within_a_save_leaves_the_old_or_the_new(tmp_path: Path, step: int) -> None:
     """Another step, or the same again."""
     done = subprocess.run(

@@ -92,7 +92,7 @@ def evaluate(folder: str, backend: str, first: int, last: int) -> dict[str, Any]
 @pytest.mark.parametrize(
     "worlds",
     [
-        [("ddp", 2, "spawn"), ("ddp", 2, "spawn"), ("ddp", 2, "spawn")],
+        pytest.param([("ddp", 2, "spawn")] * 3, marks=pytest.mark.all("the number of ranks changes in the others")),
         [("ddp", 3, "spawn"), ("ddp", 2, "spawn"), ("single", 1, "spawn"), ("ddp", 2, "spawn")],
         pytest.param([("horovod", 2, "horovodrun"), ("ddp", 3, "spawn")], marks=HOROVOD),
     ],

@@ -52,6 +52,7 @@ def run(*command: str, path: str, folder: Path, **variables: str) -> subprocess.
 UNITRAIN = ("-m", "unitrain.commands.cli")
 
 
+@pytest.mark.slow("starts pytest and the ranks of a plug-in")
 @pytest.mark.xdist_group("installed_plugin")
 def test_a_plugin_is_judged_from_outside_under_its_own_settings(installed: str, tmp_path: Path) -> None:
     # What stands in an author's folder is for other tests.

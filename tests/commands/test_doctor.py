@@ -187,6 +187,7 @@ def test_it_lists_the_copies_that_a_killed_job_left(monkeypatch: pytest.MonkeyPa
     assert PROBES["copies_in_memory"]().summary.startswith(f"0.1 GiB in {left.parent}: remove")
 
 
+@pytest.mark.all("two interpreters in a network of their own")
 @pytest.mark.parametrize(
     "known",
     [

@@ -56,6 +56,7 @@ def test_only_what_is_missing_is_named(bare: BareEnvironment) -> None:
     assert "make was not found" not in said
 
 
+@pytest.mark.all("two interpreters")
 def test_a_launcher_without_its_compiler_wrapper_is_refused(bare: BareEnvironment) -> None:
     mpirun = bare.add("mpirun", "echo 'mpirun (Open MPI) 4.1.8'")
     done = bare.run("install-horovod")
@@ -239,6 +240,7 @@ def _unitrain(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.all("two interpreters")
 @pytest.mark.launcher
 @HOROVOD
 def test_a_second_install_has_nothing_to_do_even_when_two_run_at_once() -> None:

@@ -35,9 +35,10 @@ OF_SHARDS = frozenset({"gradients", "parity", "preparation"})
 
 def of_world(world: World, modules: Collection[str], *marks: pytest.MarkDecorator) -> list[Any]:
     """Return the duties of a world. ``make test`` runs those of some modules, ``make test-all`` the others."""
+    now = pytest.mark.slow("the first duty of a group runs all of the group")
     later = pytest.mark.all("ddp and horovod with 2 ranks are held to every duty in make test")
     return [
-        pytest.param(*one.values, id=one.id, marks=[*one.marks, *([] if one.values[1].module in modules else [later])])
+        pytest.param(*one.values, id=one.id, marks=[*one.marks, now if one.values[1].module in modules else later])
         for one in parameters([world], *marks, duties=ALL)
     ]
 

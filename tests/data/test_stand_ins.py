@@ -283,15 +283,17 @@ def alone() -> dict[str, Trained]:
     return train_all({"single": [*CASES]})["single"]
 
 
+@pytest.mark.slow("two backends train eight cases")
 @pytest.mark.xdist_group("stand_ins")
 @pytest.mark.parametrize(
     ("cases", "launcher"),
     [
-        ({"ddp": [*CASES], "fsdp": FEW}, "spawn"),
+        ({"ddp": FEW, "fsdp": FEW}, "spawn"),
+        pytest.param({"ddp": [*CASES]}, "spawn", marks=pytest.mark.all("every case")),
         pytest.param({"fsdp": [*CASES]}, "spawn", marks=pytest.mark.soak),
         pytest.param({"horovod": [*CASES]}, "horovodrun", marks=[HOROVOD, pytest.mark.soak]),
     ],
-    ids=["ddp, fsdp", "fsdp", "horovod"],
+    ids=["ddp, fsdp", "ddp", "fsdp", "horovod"],
 )
 def test_an_uneven_end_trains_like_one_process(
     cases: dict[str, list[str]], launcher: Literal["spawn", "horovodrun"], alone: dict[str, Trained]

@@ -68,6 +68,9 @@ def environment(script: str, nprocs: int) -> tuple[str, dict[str, str]]:
     return "spawn", TORCHRUN if script.startswith("ignite_before") else {}
 
 
+ANOTHER = pytest.mark.all("starts another framework")
+
+
 @pytest.mark.xdist_group("migrating")
 @pytest.mark.parametrize(
     ("script", "nprocs"),
@@ -80,11 +83,11 @@ def environment(script: str, nprocs: int) -> tuple[str, dict[str, str]]:
         pytest.param("horovod_before.py", 1, marks=[HOROVOD, pytest.mark.soak]),
         pytest.param("horovod_before.py", 2, marks=HOROVOD),
         pytest.param("accelerate_before.py", 1, marks=pytest.mark.soak),
-        ("accelerate_before.py", 2),
+        pytest.param("accelerate_before.py", 2, marks=ANOTHER),
         pytest.param("fabric_before.py", 1, marks=pytest.mark.soak),
-        ("fabric_before.py", 2),
+        pytest.param("fabric_before.py", 2, marks=ANOTHER),
         pytest.param("ignite_before.py", 1, marks=pytest.mark.soak),
-        ("ignite_before.py", 2),
+        pytest.param("ignite_before.py", 2, marks=ANOTHER),
         ("ignite_engine_on_unitrain.py", 2),
     ],
 )

@@ -173,6 +173,7 @@ def test_init_says_at_once_what_is_wrong(
         assert seconds < 10.0, "and not after timeout_s"
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("environ", "said"),
     [

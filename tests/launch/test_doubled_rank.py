@@ -16,6 +16,7 @@ with unitrain.init(backend="ddp", timeout_s=40) as strategy:
 """
 
 
+@pytest.mark.all("three interpreters")
 @pytest.mark.launcher
 def test_a_rank_that_comes_twice_is_named_at_once() -> None:
     """Rank 2 is missing, and nobody waits for it."""

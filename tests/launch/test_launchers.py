@@ -223,7 +223,7 @@ def test_what_rank_0_prints_is_printed_once(launchers: Launchers, name: str) -> 
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("torchrun", "ddp"),
+        pytest.param("torchrun", "ddp", marks=pytest.mark.all("test_ends.py has an error of a rank of ddp")),
         ("mpirun", "horovod"),
         ("horovodrun gloo", "horovod"),
         ("srun", "ddp"),

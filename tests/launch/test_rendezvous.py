@@ -240,10 +240,11 @@ def at_a_site(variables: dict[str, str], hosts: Sequence[str], **more: str) -> l
         here = 2 // len(hosts)
         known = {"rank": rank, "local": rank % here, "here": here, "node": rank // here, "hosts": len(hosts)}
         env = {name: value.format(**known) for name, value in variables.items()}
-        on = ["ip", "netns", "exec", hosts[rank // here]] if len(hosts) > 1 else []
+        # The socket of what forks is in this network.
+        on = ["ip", "netns", "exec", hosts[rank // here], sys.executable] if len(hosts) > 1 else forked_python.command()
         ranks.append(
             subprocess.Popen(
-                [*on, sys.executable, "-c", SCRIPT_AT_A_SITE],
+                [*on, "-c", SCRIPT_AT_A_SITE],
                 env={**os.environ, **env, **more}, stdout=subprocess.PIPE, text=True,
             )
         )  # fmt: skip

@@ -69,14 +69,3 @@ def test_a_signal_is_passed_on_and_a_kill_ends_the_fork() -> None:
         assert fork.is_running()
         process.kill()
         fork.wait(20)
-
-
-def test_other_options_start_a_new_interpreter() -> None:
-    assert run("-I", "-c", "import sys; print(sys.flags.isolated, 'torch' in sys.modules)").stdout == "1 False\n"
-
-
-def test_a_program_of_the_environment_is_found(tmp_path: Path) -> None:
-    # One write for a line: the ranks share the pipe.
-    (tmp_path / "rank.py").write_text("import os; os.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())")
-    done = run("--standalone", "--nproc-per-node", "2", str(tmp_path / "rank.py"), python="torchrun")
-    assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]

@@ -37,26 +37,6 @@ def test_every_rank_returns() -> None:
     assert run_ranks(sum_of_ranks, 10, nprocs=3) == [(0, 33), (1, 33), (2, 33)]
 
 
-def meet_twice() -> list[int]:
-    return [sum_of_ranks()[1], sum_of_ranks()[1]]
-
-
-def test_ranks_meet_again_after_they_parted() -> None:
-    assert run_ranks(meet_twice) == [[1, 1], [1, 1]]
-
-
-def env_rendezvous() -> int:
-    dist.init_process_group("gloo")
-    world_size = dist.get_world_size()
-    dist.barrier()  # a rank that leaves while another still connects makes that one fail
-    dist.destroy_process_group()
-    return world_size
-
-
-def test_torch_alone_can_use_the_environment() -> None:
-    assert run_ranks(env_rendezvous) == [2, 2]
-
-
 def places() -> tuple[str, int, int, int, int, int | None]:
     launch = detect(os.environ)
     return (
@@ -81,15 +61,6 @@ def test_ranks_have_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatc
     assert run_ranks(environment_of_the_moment) == [None, None]
     monkeypatch.setenv("SOMETHING_SET_BY_A_TEST", "yes")
     assert run_ranks(environment_of_the_moment) == ["yes", "yes"]
-
-
-def tensors() -> torch.Tensor:
-    return torch.full((1000, 100), float(os.environ["RANK"]))
-
-
-def test_large_results_come_back() -> None:
-    first, second = run_ranks(tensors)
-    assert torch.equal(second, first + 1)
 
 
 class TwoArgumentsError(Exception):
@@ -178,7 +149,6 @@ def test_deadline(capfd: pytest.CaptureFixture[str]) -> None:
 def test_horovodrun_environment() -> None:
     assert run_ranks(places, launcher="horovodrun") == [("horovodrun", 0, 2, 0, 2, 0), ("horovodrun", 1, 2, 1, 2, 0)]
     assert run_ranks(horovod_sum, launcher="horovodrun", nprocs=3) == [3.0, 3.0, 3.0]
-    assert run_ranks(meet_twice, launcher="horovodrun") == [[1, 1], [1, 1]]
 
 
 def horovod_sum() -> float:

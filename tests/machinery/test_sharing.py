@@ -92,13 +92,6 @@ def test_fewer_tests_than_there_are_workers_or_little_more(suite: pytest.Pyteste
     assert len(notes(suite)) == count
 
 
-def test_in_one_process_they_keep_the_order_of_the_file(suite: pytest.Pytester) -> None:
-    suite.runpytest_subprocess().assert_outcomes(passed=16, skipped=1)
-    assert [note.test.split("[")[0].split("_")[-1] for note in notes(suite)] == (
-        ["alone"] * 2 + ["short"] * 6 + ["group"] * 3 + ["sharing"] * 3 + ["long"] * 2
-    )
-
-
 def test_a_worker_that_crashes_is_a_failure_and_the_end(suite: pytest.Pytester) -> None:
     suite.makepyfile(test_crash="import os\ndef test_crash(): os._exit(1)")
     result = suite.runpytest_subprocess("-n2", "--max-worker-restart=0")

@@ -29,7 +29,11 @@ def evaluate() -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("world_size", "launcher"),
-    [(2, "spawn"), (3, "spawn"), (8, "spawn"), pytest.param(3, "horovodrun", marks=HOROVOD)],
+    [
+        (2, "spawn"),
+        *(pytest.param(n, "spawn", marks=pytest.mark.all("more ranks")) for n in (3, 8)),
+        pytest.param(3, "horovodrun", marks=HOROVOD),
+    ],
 )
 def test_an_evaluation_counts_every_sample_once(world_size: int, launcher: Any) -> None:
     """1001 samples can't be dealt out evenly to 2, 3 or 8 ranks, nor their last batch of 41 to 8."""

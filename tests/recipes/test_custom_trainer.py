@@ -42,6 +42,7 @@ def nearest_mean_accuracy() -> float:
     return float((torch.cdist(val_x.flatten(1), means).argmin(1) == val_y).float().mean())
 
 
+@pytest.mark.all("test_launchers.py has a recipe under each launcher")
 def test_ranks_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--strategy.precision=fp64", "--epochs=2", "--batch-size=50")
     found = []

@@ -151,6 +151,7 @@ def evaluated(weights: dict[str, Tensor], images: list[detection_data.Labelled])
         return seen, detection_metrics.AveragePrecision(strategy).of(model, loader)
 
 
+@pytest.mark.all("test_torchmetric.py has such a metric")
 def test_map_is_the_same_to_the_last_digit_on_any_number_of_ranks() -> None:
     images = detection_data.load("shapes:8").train.images
     weights = overfitted(images)
@@ -210,22 +211,29 @@ def test_without_pycocotools_it_says_what_to_install(here: Path, monkeypatch: py
 # --------------------------------------------------------------------------------------------------------- models
 
 
-def test_models_find_boxes_in_images_of_different_sizes() -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        detection_models.SMALL,
+        TWO_STAGE,
+        *(pytest.param(name, marks=pytest.mark.all("larger models of the kind")) for name in (V2, V3)),
+    ],
+)
+def test_models_find_boxes_in_images_of_different_sizes(name: str) -> None:
     images, targets = detection_data.collate([detection_data.load("shapes:2").train[index] for index in range(2)])
-    for name in (detection_models.SMALL, V2, V3, TWO_STAGE):
-        model = detection_models.build(name, 3)
-        losses = model(images, targets)
-        counts = losses.pop("counts")
-        assert losses.keys() == counts.keys() == ({"anchors", "proposals"} if name == TWO_STAGE else {"matches"})
-        sum(losses.values()).backward()
-        assert all(p.grad is not None for p in model.parameters())
-        assert min(counts.values()) >= sum(len(target["boxes"]) for target in targets) > 0
-        with torch.no_grad():
-            found = model.eval()(images)
-        for image, boxes in zip(images, found, strict=True):
-            edges = torch.tensor([image.shape[2], image.shape[1]])
-            assert 0 < len(boxes["boxes"]) <= 300
-            assert (boxes["boxes"].view(-1, 2, 2) <= edges + 1e-3).all()
+    model = detection_models.build(name, 3)
+    losses = model(images, targets)
+    counts = losses.pop("counts")
+    assert losses.keys() == counts.keys() == ({"anchors", "proposals"} if name == TWO_STAGE else {"matches"})
+    sum(losses.values()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert min(counts.values()) >= sum(len(target["boxes"]) for target in targets) > 0
+    with torch.no_grad():
+        found = model.eval()(images)
+    for image, boxes in zip(images, found, strict=True):
+        edges = torch.tensor([image.shape[2], image.shape[1]])
+        assert 0 < len(boxes["boxes"]) <= 300
+        assert (boxes["boxes"].view(-1, 2, 2) <= edges + 1e-3).all()
 
 
 def test_a_batch_without_boxes_trains_nothing() -> None:

@@ -57,6 +57,7 @@ def train(*flags: str) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
 # ------------------------------------------------------------------------------------------------------ training
 
 
+@pytest.mark.all("test_launchers.py has a recipe under each launcher")
 def test_ranks_train_the_same_model() -> None:
     """Their sequences hold different numbers of bytes, so equal weights for the ranks would show."""
     flags = ("--strategy.precision=fp64", "--max-steps=15", "--epochs=3", "--batch-size=15", "--resume=never")

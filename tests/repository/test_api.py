@@ -19,6 +19,8 @@ import unitrain
 from unitrain import ConfigError, UnitrainError, errors
 from unitrain.communication.backend import GROUP, backend_names, load_backend
 
+pytestmark = pytest.mark.check
+
 # A backend is a file, or a folder with a file backend.py.
 BUILT_IN = sorted(
     {path.stem for path in (ROOT / "backends").glob("[!_]*.py")}

@@ -11,6 +11,8 @@ import torch
 from places import ROOT
 from torch import nn
 
+pytestmark = pytest.mark.check
+
 MOST = 24  # it may only fall
 REASONS = {
     "_BatchNorm": "the one base class of BatchNorm's layers, which SyncBatchNorm replaces in place",

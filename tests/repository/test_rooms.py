@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+pytestmark = pytest.mark.check
+
 MOST_FILES = 12
 ROOTS = ("unitrain", "backends", "recipes", "tests", "benchmarks")
 PACKAGES = sorted({path.parent.relative_to(ROOT) for path in (ROOT / "unitrain").rglob("*.py")})

@@ -227,6 +227,7 @@ def test_known_variables_that_are_no_settings_are_silent() -> None:
         assert init(None, {**dict.fromkeys(OTHER_VARIABLES, "x"), "PATH": "/"}) == StrategyConfig()
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_warning_is_shown_once_for_a_recipe_that_also_calls_init() -> None:
     code = (
         "import os; from unitrain.settings.resolution import resolve_strategy as r;"

@@ -55,6 +55,7 @@ def ported(drawn_before: bool) -> dict[str, torch.Tensor]:
         return strategy.export(model).state_dict()
 
 
+@pytest.mark.all("test_timm.py ports another loop with an average of weights")
 @pytest.mark.parametrize("drawn_before", [True, False])
 def test_diffusion(drawn_before: bool) -> None:
     pytest.importorskip("denoising_diffusion_pytorch")

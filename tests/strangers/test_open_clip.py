@@ -62,6 +62,7 @@ def ported(backend: str) -> dict[str, torch.Tensor]:
         return strategy.export(model).state_dict()
 
 
+@pytest.mark.all("test_contrastive.py trains with such a loss")
 @pytest.mark.parametrize(
     ("backend", "launcher", "nprocs"),
     [pytest.param("ddp", "spawn", 3, marks=pytest.mark.soak), pytest.param("horovod", "horovodrun", 2, marks=HOROVOD)],

@@ -77,6 +77,7 @@ def difference(one: State, other: State) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.all("test_run_clm.py trains a model of transformers")
 def test_the_page_trains_what_the_trainer_trains(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")

@@ -102,6 +102,7 @@ def measure_shards(folder: str) -> dict[str, float]:
         return found
 
 
+@pytest.mark.all("measures a large model")
 def test_no_rank_has_more_than_its_part_of_a_model_that_is_built_without_memory(tmp_path: Path) -> None:
     for found in run_ranks(measure_shards, str(tmp_path), fresh=True):
         assert {name: mb for name, mb in found.items() if mb > 5 * LAYER_MB} == {}, found

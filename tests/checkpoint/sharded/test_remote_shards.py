@@ -110,6 +110,7 @@ OWNED: dict[str, Any] = {"backend": "ddp", "shard_optimizer": True}
 SHARDS = [f"__{rank}_0.distcp" for rank in range(3)]
 
 
+@pytest.mark.slow("three ranks import a library for S3, and open four sessions")
 def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
     expected = run_ranks(save, s3_url, FSDP, True, nprocs=3)[0]
     names = set(objects(s3_url))

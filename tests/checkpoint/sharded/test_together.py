@@ -71,8 +71,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         return {"step": torch.tensor(strategy.global_step), **model.state_dict()}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    [
+        ("kill", 1),
+        ("raise", 0),
+        *(pytest.param(*other, marks=pytest.mark.all("another rank")) for other in (("kill", 0), ("raise", 1))),
+    ],
+)
 def test_a_rank_that_fails_as_it_writes_leaves_the_checkpoint_before(tmp_path: Path, how: str, rank: int) -> None:
     run_ranks(save, str(tmp_path / "whole"), 1)
     folder = tmp_path / "failing"

@@ -128,7 +128,7 @@ class Killed(BaseException):
     """Ends a save in its midst, and nothing is done after it."""
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.all("another moment"))])
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
     strategy: Strategy, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:

@@ -84,6 +84,7 @@ def alone(speech: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     return found
 
 
+@pytest.mark.all("test_launchers.py has a recipe under each launcher")
 @pytest.mark.launcher
 @needs.HOROVOD
 @pytest.mark.skipif(shutil.which("mpirun", path=Path(sys.executable).parent) is None, reason="mpirun can't be found")

@@ -64,8 +64,7 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
         raise LaunchError("unitrain run needs Linux, where orphaned processes can be adopted: use another launcher.")
     if not command:
         raise LaunchError("no command was given: write it after --, as in unitrain run -- mpirun -np 2 ...")
-    # nohup has SIGHUP ignored; if it were blocked, it would be received.
-    forwarded = _STOPS if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else _SIGNALS
+    forwarded = _STOPS if _ignores_hangups() else _SIGNALS
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})  # the supervisor inherits this
     try:
         supervisor = subprocess.Popen(
@@ -83,6 +82,11 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _ignores_hangups() -> bool:
+    """Return whether this process was started with SIGHUP ignored, as by nohup. It is received if it is blocked."""
+    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 def supervise(parent: int, max_restarts: int, command: Sequence[str]) -> int:
     """Run the command as a child of this process, the supervisor, and return the exit code of ``run``."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD}) - {*_SIGNALS, signal.SIGCHLD}
@@ -92,7 +96,7 @@ def supervise(parent: int, max_restarts: int, command: Sequence[str]) -> int:
     if os.getppid() != parent:  # it has been killed before that
         os.kill(os.getpid(), signal.SIGHUP)
     try:
-        return _run(command, max_restarts, mask)
+        return _run(parent, command, max_restarts, mask)
     except UnitrainError as error:
         _print(str(error))
         return error.exit_code
@@ -100,10 +104,10 @@ def supervise(parent: int, max_restarts: int, command: Sequence[str]) -> int:
         _kill_all()
 
 
-def _run(command: Sequence[str], max_restarts: int, mask: Iterable[int]) -> int:
+def _run(parent: int, command: Sequence[str], max_restarts: int, mask: Iterable[int]) -> int:
     quick_failures = 0
     for restart in range(1, max_restarts + 2):
-        attempt = _Attempt(command, mask)
+        attempt = _Attempt(parent, command, mask)
         started = time.monotonic()
         code = attempt.wait()
         _kill_all()
@@ -117,7 +121,7 @@ def _run(command: Sequence[str], max_restarts: int, mask: Iterable[int]) -> int:
         quick_failures = quick_failures + 1 if seconds < _QUICK_S else 0
         pause = min(2.0 ** (quick_failures - 1), _LONGEST_PAUSE_S) if quick_failures else 0.0
         _print(f"{ended}; restart {restart} of {max_restarts}{f' in {pause:g} s' if pause else ''}.")
-        stop = signal.sigtimedwait(_SIGNALS, pause)
+        stop = signal.sigtimedwait(_STOPS if _ignores_hangups() else _SIGNALS, pause)
         if stop is not None:
             return 128 + stop.si_signo
     return code if code >= 0 else 128 - code
@@ -126,7 +130,8 @@ def _run(command: Sequence[str], max_restarts: int, mask: Iterable[int]) -> int:
 class _Attempt:
     """One run of the command."""
 
-    def __init__(self, command: Sequence[str], mask: Iterable[int]) -> None:
+    def __init__(self, parent: int, command: Sequence[str], mask: Iterable[int]) -> None:
+        self._parent = parent
         self.stopped = False
         self._signalled: list[psutil.Process] = []
         self._ended_at: float | None = None
@@ -156,6 +161,8 @@ class _Attempt:
                     return code
                 self._end_launcher()
             elif got.si_signo == signal.SIGHUP:
+                if _ignores_hangups() and os.getppid() == self._parent:
+                    continue  # it does not come from the parent's death
                 if not terminated and kill_at == math.inf:
                     self._stop(signal.SIGTERM)
                 kill_at = min(kill_at, time.monotonic() + _HANGUP_S)
