@@ -101,8 +101,8 @@ class Communicator:
     def broadcast_object(self, value: T, src: int = 0) -> T:
         """Return rank ``src``'s object on every rank. Collective.
 
-        Plain data (None, bools, ints, floats, strings, bytes, tensors, and lists, tuples and dicts of these) are sent as
-        such. Other objects are pickled, and need a secret that the ranks share.
+        Plain data (None, bools, ints, floats, strings, bytes, tensors, and lists, tuples and dicts of these) is sent
+        as it is. Other objects are pickled, and need a secret that the ranks share.
 
         Args:
             value: the object; ignored on other ranks than ``src``.
@@ -123,7 +123,8 @@ class Communicator:
         As ``broadcast_object``, but an object that is not plain data is refused instead of pickled.
 
         Raises:
-            UsageError: there is no such rank, or the object is not plain data.
+            UsageError: there is no such rank.
+            TypeError: the object is not plain data.
         """
         self._check_rank(src)
         return self._objects.broadcast(value, src, pickles=False)
