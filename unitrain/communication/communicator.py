@@ -39,7 +39,7 @@ class Communicator:
         world_size: number of processes.
         device: the device of the tensors that are communicated.
         collectives: the same collectives without checks of arguments, for the core.
-        sharding: what the ranks divide among themselves, for the core.
+        sharding: which tensors are divided among the ranks, for the core.
     """
 
     def __init__(
