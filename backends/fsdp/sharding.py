@@ -49,7 +49,7 @@ class FSDPSharding(Sharding):
         return parameter if leaf is None else leaf
 
     def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Drop the reduced gradients, and what backwards have accumulated without reducing it."""
+        """Drop the reduced gradients, and those that backwards have accumulated without reducing them."""
         for parameter in parameters:
             parameter.grad = None
             if parameter in self.module_of:

@@ -218,7 +218,7 @@ def alive_mb() -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some modules warn as they are looked at
         for found in gc.get_objects():
-            if isinstance(found, Tensor) and type(found) in (Tensor, nn.Parameter, DTensor):
+            if isinstance(found, Tensor) and type(found) in (Tensor, nn.Parameter, DTensor) and not found.is_sparse:
                 storage = getattr(found, "_local_tensor", found).untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values()) / MB

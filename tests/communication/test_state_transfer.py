@@ -63,7 +63,7 @@ def nested() -> bool:
         expected = strategy.communicator.broadcast_object(outline(value))
         memory = torch.zeros(3)
         own = {"a": [memory, 0], "b": {7: (torch.ones(1),)}}  # the second has another shape
-        made = receive(strategy.communicator, expected, value if main else None, own=own)
+        made = receive(strategy.communicator, expected, value if main else None, into=own)
         assert made["a"][0] is memory
         assert memory.tolist() == [0, 1, 2]
         assert made["b"][7][0].shape == ()

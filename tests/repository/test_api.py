@@ -55,6 +55,16 @@ def test_a_strategy_has_few_names() -> None:
         assert len([name for name in dir(strategy) if not name.startswith("_")]) <= 44
 
 
+def test_a_communicator_and_a_backend_have_few_names() -> None:
+    with unitrain.init(device="cpu") as strategy:
+        public = {name for name in dir(strategy.communicator) if not name.startswith("_")}
+        assert public - {"collectives", "sharding"} == {
+            "all_gather", "all_gather_data", "all_gather_object", "all_reduce", "barrier", "broadcast",
+            "broadcast_data", "broadcast_object", "device", "is_main", "on_main", "rank", "world_size",
+        }  # fmt: skip
+        assert len([name for name in dir(strategy._backend) if not name.startswith("_")]) <= 30
+
+
 def test_every_error_is_public_and_in_the_drawing() -> None:
     found = {value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)}
     assert {error.__name__ for error in found} <= set(unitrain.__all__)

@@ -50,7 +50,7 @@ class Backend(ABC):
         world_size: number of processes; ``start`` must return the same.
         device: the device of the tensors that are communicated.
         devices: all devices that this process computes on.
-        sharding: what the ranks divide among themselves, and how to reach the parts of a tensor.
+        sharding: which tensors are divided among the ranks, and how to reach their parts.
     """
 
     name: ClassVar[str]
@@ -225,18 +225,18 @@ class LocalBackend(Backend):
         return lambda: None
 
 
-def _found() -> dict[str, EntryPoint]:
-    return _found_on(tuple(sys.path))
+def _installed() -> dict[str, EntryPoint]:
+    return _installed_on(tuple(sys.path))
 
 
 @lru_cache(maxsize=4)  # a lookup costs 4 ms, and unitrain.StrategyConfig looks up every backend
-def _found_on(path: tuple[str, ...]) -> dict[str, EntryPoint]:
+def _installed_on(path: tuple[str, ...]) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def backend_names() -> list[str]:
     """Return the names of the installed backends, sorted, without importing them."""
-    return sorted(_found())
+    return sorted(_installed())
 
 
 # Names of other things that users of torch.distributed and Horovod call a backend.
@@ -249,15 +249,15 @@ _MEANT = {
 
 def load_backend(name: str) -> type[Backend]:
     """Import the backend called ``name`` and return its class."""
-    found = _found()
-    if name not in found:
+    installed = _installed()
+    if name not in installed:
         raise ConfigError(
-            f"backend {name!r} is not installed.{_MEANT.get(name) or nearest(name, found)} "
-            f"Installed: auto, {', '.join(sorted(found)) or 'none (reinstall unitrain: pip install -e .)'}."
+            f"backend {name!r} is not installed.{_MEANT.get(name) or nearest(name, installed)} "
+            f"Installed: auto, {', '.join(sorted(installed)) or 'none (reinstall unitrain: pip install -e .)'}."
         )
-    value = found[name].value
+    value = installed[name].value
     try:
-        backend = found[name].load()
+        backend = installed[name].load()
     except (ImportError, AttributeError) as error:
         raise BackendError(f"backend {name!r} ({value}) can't be imported: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, Backend)):

@@ -21,7 +21,7 @@ class Peers(Protocol):
     """The state of the other ranks."""
 
     def whereabouts(self) -> str:
-        """Return what the ranks that this one waits for are doing, or an empty string if that is unknown."""
+        """Describe the calls in which the awaited ranks are. Return an empty string if they are unknown."""
 
     def compare_calls(self, call: str, place: str) -> None:
         """Return once every rank has reached this call. The job ends if a rank makes another call."""

@@ -39,7 +39,7 @@ class Communicator:
         world_size: number of processes.
         device: the device of the tensors that are communicated.
         collectives: the same collectives without checks of arguments, for the core.
-        sharding: what the ranks divide among themselves, for the core.
+        sharding: which tensors are divided among the ranks, for the core.
     """
 
     def __init__(
@@ -99,21 +99,52 @@ class Communicator:
         self.collectives.barrier()
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
-        """See ``Strategy.broadcast_object``."""
+        """Return rank ``src``'s object on every rank. Collective.
+
+        Plain data (None, bools, ints, floats, strings, bytes, tensors, and lists, tuples and dicts of these) is sent
+        as it is. Other objects are pickled, and need a secret that the ranks share.
+
+        Args:
+            value: the object; ignored on other ranks than ``src``.
+            src: the rank that has the object.
+
+        Raises:
+            UsageError: there is no such rank, or the object must be pickled and the ranks share no secret.
+
+        Example:
+            >>> names = strategy.communicator.broadcast_object(os.listdir(folder) if strategy.is_main else None)
+        """
         self._check_rank(src)
         return self._objects.broadcast(value, src, pickles=True)
 
     def broadcast_data(self, value: T, src: int = 0) -> T:
-        """Return rank ``src``'s plain data (see ``plain_data``), for the core: never pickled. Collective."""
+        """Return rank ``src``'s plain data on every rank. Collective.
+
+        As ``broadcast_object``, but an object that is not plain data is refused instead of pickled.
+
+        Raises:
+            UsageError: there is no such rank.
+            TypeError: the object is not plain data.
+        """
         self._check_rank(src)
         return self._objects.broadcast(value, src, pickles=False)
 
     def all_gather_object(self, value: T) -> list[T]:
-        """See ``Strategy.all_gather_object``."""
+        """Return the objects of all ranks, in rank order. Collective.
+
+        Args:
+            value: this rank's object, sent as by ``broadcast_object``.
+
+        Raises:
+            UsageError: the object must be pickled, and the ranks share no secret.
+
+        Example:
+            >>> hosts = strategy.communicator.all_gather_object(socket.gethostname())
+        """
         return self._objects.all_gather(value, pickles=True)
 
     def all_gather_data(self, value: T) -> list[T]:
-        """Return the plain data of all ranks, for the core: never pickled. Collective."""
+        """Return the plain data of all ranks, in rank order. Collective. Nothing is pickled: see ``broadcast_data``."""
         return self._objects.all_gather(value, pickles=False)
 
     def on_main(self, action: Callable[[], T]) -> T:

@@ -27,7 +27,7 @@ class Gathering:
 
     def gather(self, value: Any, *, has_rows: bool = True, differentiable: bool = False) -> Any:
         """See ``Strategy.gather``. Without ``has_rows``, this rank's rows are left out: they are a stand-in's."""
-        leaves, structure = tree_flatten(value, is_leaf=lambda one: isinstance(one, list))
+        leaves, structure = tree_flatten(value, is_leaf=lambda value: isinstance(value, list))
         leaves = [_in_rows(leaf, has_rows=has_rows, differentiable=differentiable) for leaf in leaves]
         form = repr(tree_unflatten([_Form(leaf) for leaf in leaves], structure))
         return tree_unflatten(self._gather(_Part(leaves, form)), structure)
@@ -85,7 +85,7 @@ def gather_rows(communicator: Communicator, tensor: Tensor, counts: Sequence[int
 
 
 class _Part(NamedTuple):
-    """What one rank gives: tensors with rows in their first dimension and lists, and a description of the whole."""
+    """The values of one rank: tensors with rows in their first dimension, lists, and a description of the whole."""
 
     leaves: list[Any]
     form: str
@@ -130,8 +130,8 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # Libraries can't reduce complex tensors.
         real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
-        own = ctx.communicator.all_reduce(real)[ctx.first : ctx.first + ctx.count]
-        return torch.view_as_complex(own) if grad.is_complex() else own, None, None
+        rows = ctx.communicator.all_reduce(real)[ctx.first : ctx.first + ctx.count]
+        return torch.view_as_complex(rows) if grad.is_complex() else rows, None, None
 
 
 def _in_rows(leaf: Any, *, has_rows: bool, differentiable: bool) -> Any:
@@ -144,7 +144,7 @@ def _in_rows(leaf: Any, *, has_rows: bool, differentiable: bool) -> Any:
             tensor = tensor.detach().requires_grad_()  # all ranks take part in the backward, or none
         return tensor if has_rows else tensor[:0]
     rows = leaf if isinstance(leaf, list) else [leaf]
-    if differentiable and any(isinstance(one, Tensor) and one.requires_grad for one in rows):
+    if differentiable and any(isinstance(row, Tensor) and row.requires_grad for row in rows):
         raise UsageError(
             "gather can't pass gradients back to tensors in a list: concatenate them, or pass them in a tuple."
         )

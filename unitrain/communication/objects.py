@@ -43,7 +43,7 @@ class ObjectTransport:
         self._exchanges = 0  # a signature is valid for one of them
 
     def broadcast(self, value: T, src: int, *, pickles: bool) -> T:
-        """Return rank ``src``'s object. Collective. With ``pickles``, what is not plain data is pickled."""
+        """Return rank ``src``'s object. Collective. With ``pickles``, objects that are not plain data are pickled."""
         ranks = self._collectives
         if ranks.world_size == 1:
             return value
@@ -122,7 +122,7 @@ class ObjectTransport:
         return signed.digest()
 
     def _unreadable(self, sender: int, why: str) -> CommunicationError:
-        """Return the error of a rank that has received what no rank of the job sends."""
+        """Return the error of a rank that has received invalid data."""
         return CommunicationError(
             f"rank {self._collectives.rank} could not read what rank {sender} sent ({why}). Check that all ranks run "
             "the same script and UniTrain, and that no other program reaches the ports of the job (SECURITY.md)."

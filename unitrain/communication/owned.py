@@ -30,7 +30,7 @@ class OwnedBy:
 
 
 def refuse() -> NoReturn:
-    """Raise the error for what would lose state."""
+    """Raise UsageError: a copy would lose the state that other ranks own."""
     raise UsageError(
         "with shard_optimizer, a rank has a part of the optimizer's state: use strategy.checkpoint or strategy.save."
     )

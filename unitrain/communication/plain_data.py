@@ -74,7 +74,7 @@ def decode(data: Tensor) -> Any:
 
 
 class _Content:
-    """What is left of the content of tensors."""
+    """The rest of the content of tensors."""
 
     def __init__(self, left: Tensor) -> None:
         self.left = left
@@ -88,7 +88,7 @@ class _Content:
 
 
 def _encoded(value: Any, tensors: list[Tensor], containing: set[int]) -> Any:
-    """Return what JSON stands for a value: itself, or a dict with one key that names its type."""
+    """Return the JSON of a value: itself, or a dict with one key that names its type."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value

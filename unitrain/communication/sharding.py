@@ -1,4 +1,4 @@
-"""``Sharding``: what the ranks divide among themselves, and how to reach the parts of a tensor."""
+"""``Sharding``: which tensors are divided among the ranks, and how to reach their parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unitrain.module_copy import copied
 
 
 class Sharding:
-    """What the ranks divide among themselves: parameters, the state of optimizers, or nothing.
+    """The division of parameters, or of the state of optimizers, among the ranks.
 
     Base class for backends that shard parameters, as FSDP does; these override the methods, which do nothing here. All
     other backends use this class as it is.

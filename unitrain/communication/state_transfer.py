@@ -72,7 +72,11 @@ def outline(state: Any) -> Any:
 
 
 def needed(is_needed: Callable[[Keys], bool]) -> New:
-    """Return what makes tensors on the CPU for ``receive``, given which of them, by path, this rank needs."""
+    """Return a function that makes the tensors this rank needs on the CPU, and others on the meta device.
+
+    Args:
+        is_needed: whether this rank needs the tensor of a path.
+    """
     return lambda path, form: form.empty(_CPU if is_needed(path) else _META)
 
 
@@ -82,7 +86,7 @@ def receive(
     source: Any,
     *,
     src: int = 0,
-    own: Any = None,
+    into: Any = None,
     new: New = lambda path, form: form.empty(_CPU),
     sent: Sent = lambda: None,
     fill: Fill | None = None,
@@ -94,27 +98,27 @@ def receive(
         expected: the outline of the state, the same on all ranks.
         source: the state; ignored on other ranks than ``src``.
         src: the rank that has the state.
-        own: nested state of this rank. Its tensors are overwritten and returned, where they have the expected form.
+        into: nested state of this rank. Its tensors are overwritten and returned, where they have the expected form.
         new: makes the other tensors; on the meta device if this rank does not need it.
         sent: called on rank ``src`` when a buffer has been filled.
         fill: overwrites the tensors whose forms have a key, which ``source`` does not have.
     """
-    owned = dict(leaves(own))
+    present = dict(leaves(into))
 
-    def target(path: Keys, form: Form) -> Tensor:
-        found = owned.get(path)
-        if communicator.sharding.is_sharded(found) and form.describes(found):
-            return found
-        return found if form.fits(found) else new(path, form)
+    def target_of(path: Keys, form: Form) -> Tensor:
+        value = present.get(path)
+        if communicator.sharding.is_sharded(value) and form.describes(value):
+            return value
+        return value if form.fits(value) else new(path, form)
 
-    targets = [(path, form, target(path, form)) for path, form in leaves(expected) if isinstance(form, Form)]
+    targets = [(path, form, target_of(path, form)) for path, form in leaves(expected) if isinstance(form, Form)]
     if fill is not None:
-        fill([one for one in targets if one[1].key is not None])
+        fill([target for target in targets if target[1].key is not None])
     sources = [value for _, value in leaves(source) if _is_dense(value)] if communicator.rank == src else []
     broadcast_tensors(
-        communicator, [found for _, form, found in targets if form.key is None], sources, src=src, sent=sent
+        communicator, [tensor for _, form, tensor in targets if form.key is None], sources, src=src, sent=sent
     )
-    filled = (found for _, _, found in targets)
+    filled = (tensor for _, _, tensor in targets)
     return _mapped(expected, lambda value: next(filled) if isinstance(value, Form) else value)
 
 
@@ -146,10 +150,10 @@ def receive_optimizer(
             return torch.empty_like(parameter.detach(), dtype=form.dtype)
         return form.empty(parameter.device)
 
-    own = optimizer.state_dict()
-    if sharding.of_parameters and not any(sharding.is_sharded(value) for _, value in leaves(own["state"])):
-        own = {}  # from before its parameters were sharded: no memory to receive shards in
-    optimizer.load_state_dict(receive(communicator, expected, source, own=own, new=new, sent=sent, fill=fill))
+    current = optimizer.state_dict()
+    if sharding.of_parameters and not any(sharding.is_sharded(value) for _, value in leaves(current["state"])):
+        current = {}  # from before its parameters were sharded: no memory to receive shards in
+    optimizer.load_state_dict(receive(communicator, expected, source, into=current, new=new, sent=sent, fill=fill))
 
 
 def _is_dense(value: object) -> TypeGuard[Tensor]:
@@ -235,7 +239,7 @@ def own_rows(communicator: Communicator, tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _by_shard(communicator: Communicator, target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the shards of a target that are not empty, and what is to become of them."""
+    """Yield the shards of a target that are not empty, each with its source."""
     if source is target and not communicator.sharding.is_sharded(target):
         yield target, target
         return

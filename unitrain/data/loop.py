@@ -66,7 +66,7 @@ class Iteration:
             self.trained_to = micro_batch.stop, micro_batch.step + 1
 
     def end_early(self, optimizer_steps: int) -> None:
-        """Count what was yielded as trained on if an optimizer has stepped since the beginning."""
+        """Mark the yielded batches as trained on if an optimizer has stepped during this iteration."""
         if not self.trained and self.micro_batch is not None and self.began_at is not None:
             self.trained = optimizer_steps > self.began_at
             self.trained_to = self.yielded_to if self.trained else None

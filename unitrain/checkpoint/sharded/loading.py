@@ -207,7 +207,7 @@ def load(communicator: Communicator, state: RunState, opened: CheckpointView) ->
             value._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
             continue
         own = state.of(value) if isinstance(value, nn.Module) else None
-        found = receive(communicator, outlines[name], source(name), own=own, sent=sent, fill=fill)
+        found = receive(communicator, outlines[name], source(name), into=own, sent=sent, fill=fill)
         if isinstance(value, nn.Module):
             # Several ranks have not saved the versions of its layers.
             complete = found if hasattr(found, "_metadata") else _filled(own, found)

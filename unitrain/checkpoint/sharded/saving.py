@@ -102,7 +102,7 @@ def of_rank(communicator: Communicator, rank: int, state: Any) -> Any:
     expected = communicator.broadcast_object(outline(state), rank)
     own = state if rank == communicator.rank else None
     new = needed(lambda path: communicator.is_main)
-    return receive(communicator, expected, own, src=rank, own=own, new=new)
+    return receive(communicator, expected, own, src=rank, into=own, new=new)
 
 
 def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Shards]:

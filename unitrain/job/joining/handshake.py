@@ -26,20 +26,20 @@ _OWN_SETTINGS = frozenset({"device", "pin_memory"})
 
 def handshake(communicator: Communicator, config: StrategyConfig, backend: type[Backend]) -> list[Member]:
     """Check that all ranks run the same thing, and return all processes of the job, by rank. Collective."""
-    found = difference_between_ranks(communicator, _facts(config, backend))
-    if found is not None:
-        name, values = found
+    difference = difference_between_ranks(communicator, _facts(config, backend))
+    if difference is not None:
+        name, values = difference
         if name.split(".")[0] in type(config).model_fields:
             hint = "Give all ranks the same environment variables, arguments and configuration file"
         else:
             hint = "Install and start the same version on every host"
         raise ConfigError(f"the ranks do not run the same: {name} is {values}. {hint}.")
-    own = (socket.gethostname(), os.getpid(), start_time(os.getpid()))
-    return [Member(rank, *process) for rank, process in enumerate(communicator.all_gather_data(own))]
+    process = (socket.gethostname(), os.getpid(), start_time(os.getpid()))
+    return [Member(rank, *fields) for rank, fields in enumerate(communicator.all_gather_data(process))]
 
 
 def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
-    """Return what must be the same on all ranks, by the name that the error message uses."""
+    """Return the facts that must be the same on all ranks, by the names that the error message uses."""
     # The section of another backend is missing on hosts where that backend is not installed.
     others = config.sections_of_others(backend.name)
     settings = config.model_dump(mode="json", exclude={*_OWN_SETTINGS, *others})

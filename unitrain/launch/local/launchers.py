@@ -11,14 +11,14 @@ from unitrain.launch.local.toolchain import find_mpi, find_program, small_mpi_en
 
 def local_launchers() -> list[str]:
     """Return the launchers that can start processes on this host."""
-    found = ["python", "torchrun"]
+    launchers = ["python", "torchrun"]
     if find_mpi() is not None:
-        found.append("mpirun")
+        launchers.append("mpirun")
     if find_program("horovodrun") is not None:
-        found.append("horovodrun")
+        launchers.append("horovodrun")
     if find_program("srun") is not None and "SLURM_JOB_ID" in os.environ:
-        found.append("srun")
-    return found
+        launchers.append("srun")
+    return launchers
 
 
 def launch_command(launcher: str, processes: int, arguments: Sequence[str]) -> list[str]:

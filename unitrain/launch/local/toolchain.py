@@ -49,8 +49,8 @@ def search_path() -> str:
 
 def find_program(name: str) -> Path | None:
     """Return the path of a program, in this Python environment or on PATH."""
-    found = shutil.which(name, path=search_path())
-    return Path(found) if found else None
+    program = shutil.which(name, path=search_path())
+    return Path(program) if program else None
 
 
 def installed_version(package: str) -> str | None:
@@ -78,7 +78,7 @@ def small_mpi_environment() -> dict[str, str]:
 def run_to_end(
     *command: str | Path, environment: Mapping[str, str] | None = None, timeout_s: float | None = None
 ) -> tuple[int, str]:
-    """Run ``command``, and return its exit code and what it printed to stdout and stderr.
+    """Run ``command``, and return its exit code and its output (stdout and stderr).
 
     The code is 127 if it can't be started, 124 if it times out. PATH is ``search_path`` without an ``environment``.
     """
@@ -93,7 +93,7 @@ def run_to_end(
 
 
 def output_of(*command: str | Path) -> str | None:
-    """Return what ``command`` prints to stdout and stderr; None if it can't be run, fails, or times out."""
+    """Return the output of ``command`` (stdout and stderr); None if it can't be run, fails, or times out."""
     code, output = run_to_end(*command, timeout_s=PROBE_S)
     return None if code else output
 
@@ -113,7 +113,7 @@ def run_one(mpi: Mpi, *program: str) -> tuple[bool, str]:
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """Run ``command``, with stdout and stderr as one pipe. An exception in the block ends it and its descendants."""
-    before = set(psutil.Process().children())
+    others = set(psutil.Process().children())
     try:
         with subprocess.Popen(
             command,
@@ -131,7 +131,7 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
                 raise
     except BaseException:
         # A signal may have raised it after the process was started and before Popen returned.
-        for child in set(psutil.Process().children()) - before:
+        for child in set(psutil.Process().children()) - others:
             _end_tree(child)
         raise
 
@@ -141,8 +141,8 @@ def _end_tree(root: psutil.Process | subprocess.Popen[str]) -> None:
         family = [psutil.Process(root.pid), *psutil.Process(root.pid).children(recursive=True)]
         root.terminate()  # a launcher forwards it to its processes
         _, alive = psutil.wait_procs(family, timeout=_GRACE_SECONDS)
-        for one in alive:
-            one.kill()
+        for process in alive:
+            process.kill()
 
 
 def find_cuda() -> tuple[Path, str] | None:
@@ -151,9 +151,9 @@ def find_cuda() -> tuple[Path, str] | None:
     if nvcc := find_program("nvcc"):
         homes.append(nvcc.resolve().parent.parent)
     for home in [*homes, Path("/usr/local/cuda")]:
-        found = re.search(r"release (\d+\.\d+)", output_of(home / "bin" / "nvcc", "--version") or "")
-        if found and (home / "include" / "cuda_runtime.h").is_file():
-            return home, found[1]
+        release = re.search(r"release (\d+\.\d+)", output_of(home / "bin" / "nvcc", "--version") or "")
+        if release and (home / "include" / "cuda_runtime.h").is_file():
+            return home, release[1]
     return None
 
 
