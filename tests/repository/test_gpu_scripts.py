@@ -45,7 +45,7 @@ def test_a_step_that_hangs_costs_its_limit_and_what_needs_it(tmp_path: Path) -> 
     command = [sys.executable, "-c", HANGS, str(SCRIPTS), "--dry-run"]
     job = run_job(command, tmp_path, environ={"OUT": str(tmp_path)}, deadline=60)
     assert (job.code, job.left) == (1, ())
-    said = ("## hangs: not ended after 2 s", "begun", "## beside it: exit code 0", "needs: hangs", "failed: hangs")
+    said = ("## hangs: not ended after 6 s", "begun", "## beside it: exit code 0", "needs: hangs", "failed: hangs")
     assert [line for line in said if line not in job.stdout] == []
 
 
