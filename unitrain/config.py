@@ -29,6 +29,14 @@ class Section(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+    fixed_in_run: ClassVar[tuple[str, ...]] = ()
+    """Names of settings that must not change when a run is resumed."""
+
+    def names_fixed(self) -> list[str]:
+        """Return the names of the settings that must not change when a run is resumed, those of sections with dots."""
+        names = [name for kind in type(self).__mro__ for name in vars(kind).get("fixed_in_run", ())]
+        sections = [(name, value) for name, value in self if isinstance(value, Section)]
+        return [*names, *(f"{name}.{inner}" for name, section in sections for inner in section.names_fixed())]
 
     @field_validator("*", mode="before")
     @classmethod
@@ -76,6 +84,12 @@ class StrategyConfig(Section):
 
     Scripts use ``unitrain.StrategyConfig``, which also has a section for each installed backend.
     """
+
+    # Launcher, backend, world size and timeouts may change.
+    fixed_in_run: ClassVar[tuple[str, ...]] = (
+        "seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression",
+        "local_steps", "local_fragments", "outer_lr", "outer_momentum",
+    )  # fmt: skip
 
     backend: Annotated[str, Field(min_length=1, json_schema_extra={"allowed": "auto or a backend's name"})] = "auto"
     """Backend: single, data_parallel, ddp, fsdp, horovod or a plug-in; auto chooses by launcher and GPUs."""

@@ -15,7 +15,8 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from unitrain import features
 from unitrain.checkpoint import Checkpoint, files
-from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.contents import Contents
+from unitrain.checkpoint.origin import Origin
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator, ReduceOp
 from unitrain.communication.gathering import Gathering
@@ -700,18 +701,22 @@ class Strategy:
         if self._checkpoint is not None and not self._checkpoint.closed:
             raise UsageError("a strategy has one checkpoint: pass all objects to it, or call its close() first.")
         scaler, ranks = self._precision.scaler, self._communicator
+        contents = Contents(objects, self._sockets, scaler, self._step, self._preparation.keep_random_states)
+        origin = Origin(self.config, config or {}, world_size=ranks.world_size, has_loader=contents.has_loader)
         self._checkpoint = Checkpoint(
-            ranks,
-            RunState(objects, self._sockets, scaler, config or {}),
+            contents,
+            origin,
+            self._sockets,
             self._step,
             self._job.stopping,
-            self._job.watch,
             folder,
             keep=keep,
             background=background,
-            partial=partial,
-            restored=self._preparation.keep_random_states,
+            incomplete=partial,
         )
+        if self._job.watch is not None:
+            self._job.watch.before_restart(self._checkpoint.folder.release)
+        features.attach(self._checkpoint, self._sockets)
         if self._job.endpoint is not None:
             self._job.endpoint.announce(folder)
         return self._checkpoint

@@ -7,15 +7,14 @@ import gc
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unitrain import call_site
-from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.contents import Contents
 from unitrain.data import Loader
 from unitrain.training.loop.step import TrainingStep
-from unitrain.training.optimizers.ema import EMA
 
 
-def warn_of_missing(state: RunState, step: TrainingStep) -> None:
+def warn_of_missing(contents: Contents, step: TrainingStep) -> None:
     """Warn if the objects of a checkpoint lack an optimizer, a scheduler, a loader or an average of weights."""
-    saved, missing = list(state.objects.values()), []
+    saved, missing = list(contents.objects.values()), []
     plateaus = [one.optimizer for one in gc.get_objects() if type(one) is ReduceLROnPlateau]
     for one in step.optimizers():
         if one.state and not any(value is one for value in saved):  # plain SGD has nothing to lose
@@ -26,8 +25,9 @@ def warn_of_missing(state: RunState, step: TrainingStep) -> None:
             missing.append("a scheduler")
     loaders = [value.identity for value in saved if isinstance(value, Loader)]
     missing += ["a loader" for one in step.batches.trained_loaders if one not in loaders]
-    hooks = [getattr(hook, "__self__", None) for hook in step.hooks.after_update]
-    missing += ["an EMA" for one in hooks if isinstance(one, EMA) and not any(value is one for value in saved)]
+    stateful = [hook for hook in step.hooks if callable(getattr(hook, "state_dict", None))]
+    names = [type(hook).__name__ for hook in stateful if not any(value is hook for value in saved)]
+    missing += [f"{'an' if name[0] in 'AEIOU' else 'a'} {name}" for name in names]
     if missing:
         call_site.warn(
             f"this run trains with {', '.join(dict.fromkeys(missing))} that its checkpoints don't contain: a resumed "

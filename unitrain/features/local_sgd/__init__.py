@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from unitrain.config import StrategyConfig
@@ -37,4 +38,4 @@ def plug_in(sockets: Sockets) -> None:
     sockets.replicas = local
     sockets.verdicts.append(local)
     sockets.hooks.add_hook(local)
-    sockets.parts.append(LocalStates(sockets.communicator, local))
+    sockets.parts.append(partial(LocalStates.of, sockets.communicator, local))

@@ -14,7 +14,7 @@ from unitrain.training.loop.averaging import Averaging, GradientAveraging
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.judge import Verdict
 from unitrain.training.models.prepared import PreparedModules
-from unitrain.training.state_parts import Stateful, StatePart
+from unitrain.training.state_parts import MakePart, Stateful
 
 
 class Replicas:
@@ -67,7 +67,7 @@ class Sockets:
         averaging: how gradients are averaged. A feature may replace it before the first step.
         replicas: whether the ranks have one model. A feature may replace it before the first step.
         verdicts: what may forbid a step.
-        parts: what checkpoints have in files of their own.
+        parts: makes what checkpoints have in files of their own.
         values: small states by name, which checkpoints have with that of the run.
         followers: tensors that follow the weights, such as averages of them: what puts weights back takes these along.
     """
@@ -86,6 +86,6 @@ class Sockets:
         )
         self.replicas: Replicas = Replicas()
         self.verdicts: list[Verdict] = []
-        self.parts: list[StatePart] = []
+        self.parts: list[MakePart] = []
         self.values: dict[str, Stateful] = {}
         self.followers: list[Tensor] = []
