@@ -36,7 +36,7 @@ from shared.processes import ALONE, GLOO, in_processes, startable
 from shared.report import Found, run, table
 from shared.rounds import Way, compared, shown_ratio, turns
 from shared.workloads import OnlyParameters, resnet50_shapes
-from unitrain.checkpoint.memory_copies.copies import Memory, steps_between
+from unitrain.features.memory_copies.copies import MemoryCopies, steps_between
 
 SYNC, ASYNC = "UniTrain, background=False", "UniTrain, background=True"
 TORCH, SYNCED = "torch.save", "torch.save and fsync"
@@ -153,16 +153,17 @@ def measure_model(name: str, rounds: int) -> Found | None:
         model, optimizer = strategy.prepare(*MODELS[name]())
         folder = Path(strategy.on_main(tempfile.mkdtemp))
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        [memory] = (hook for hook in checkpoint._hooks if isinstance(hook, MemoryCopies))
         inputs = torch.ones(()) if name == "1 GB, Adam" else torch.randn(*INPUTS[name])
         steps, copies, written = [], [], []
         for _ in range(rounds + 1):
             start = time.perf_counter()
             strategy.step(model(inputs).square().mean(), optimizer)
             steps.append(time.perf_counter() - start)
-            copy, whole = measure_copy(checkpoint._memory)
+            copy, whole = measure_copy(memory)
             copies.append(copy)
             written.append(whole)
-        size = bytes_of(checkpoint._memory) if strategy.is_main else 0
+        size = bytes_of(memory) if strategy.is_main else 0
         checkpoint.close()
         strategy.on_main(lambda: shutil.rmtree(folder))
     # The first copy takes new memory.
@@ -171,13 +172,13 @@ def measure_model(name: str, rounds: int) -> Found | None:
     return copied if size else None
 
 
-def bytes_of(memory: Memory) -> int:
+def bytes_of(memory: MemoryCopies) -> int:
     """Return the size of the last copy on this host."""
     assert memory._store is not None
     return sum(file.stat().st_size for file in (memory._store.disk.root / memory._newest).iterdir())
 
 
-def measure_copy(memory: Memory) -> tuple[float, float]:
+def measure_copy(memory: MemoryCopies) -> tuple[float, float]:
     """Return how long a copy in memory stalls training, and until it is written. Collective."""
     memory._next = 0
     start = time.perf_counter()

@@ -35,7 +35,7 @@ import warm
 from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
-from unitrain.checkpoint.memory_copies.memory_store import folder_of
+from unitrain.features.memory_copies.memory_store import folder_of
 
 pytest_plugins = ["pytester", "cpu_seconds", "s3_server", "sharing", "slurm", "harness", "lives"]
 

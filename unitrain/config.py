@@ -30,6 +30,14 @@ class Section(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+    fixed_in_run: ClassVar[tuple[str, ...]] = ()
+    """Names of settings that must not change when a run is resumed."""
+
+    def names_fixed(self) -> list[str]:
+        """Return the names of the settings that must not change when a run is resumed, those of sections with dots."""
+        names = [name for kind in type(self).__mro__ for name in vars(kind).get("fixed_in_run", ())]
+        sections = [(name, value) for name, value in self if isinstance(value, Section)]
+        return [*names, *(f"{name}.{inner}" for name, section in sections for inner in section.names_fixed())]
 
     @classmethod
     def of(cls, config: Section) -> Self:
@@ -65,23 +73,16 @@ def _union_members(annotation: Any) -> tuple[Any, ...]:
     return tuple(get_args(member)[0] if get_origin(member) is Annotated else member for member in alternatives)
 
 
-class MemoryCopies(Section):
-    """Copies of the state in host memory, from which a killed job resumes."""
-
-    every: Annotated[
-        Literal["auto"] | Annotated[int, Field(ge=0, le=10**9)],
-        Field(json_schema_extra={"allowed": "auto or an integer >= 0, <= 1000000000"}),
-    ] = "auto"
-    """Steps between two copies; auto: so many that copies take 1% of the time; 0: no copies."""
-    folder: str | None = None
-    """Folder of the copies, the same on each host; null: /dev/shm, or the one for temporary files without it."""
-
-
 class StrategyConfig(Section):
     """Settings of a training run: backend, device, precision, gradient handling.
 
     Scripts use ``unitrain.StrategyConfig``, which also has a section for each installed backend.
     """
+
+    # Launcher, backend, world size and timeouts may change.
+    fixed_in_run: ClassVar[tuple[str, ...]] = (
+        "seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression",
+    )  # fmt: skip
 
     backend: Annotated[str, Field(min_length=1, json_schema_extra={"allowed": "auto or a backend's name"})] = "auto"
     """Backend: single, data_parallel, ddp, fsdp, horovod or a plug-in; auto chooses by launcher and GPUs."""
@@ -140,7 +141,6 @@ class StrategyConfig(Section):
     """Address at which it listens; 0.0.0.0: on all of its host's."""
     pin_memory: bool | None = None
     """Load batches into pinned memory, for faster copies to a GPU; null: on a GPU, for what workers read."""
-    memory_copies: MemoryCopies = MemoryCopies()
     """Copies of the state in host memory, from which a killed job resumes."""
 
     def section(self, backend: str, kind: type[SectionType]) -> SectionType:

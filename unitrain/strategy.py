@@ -15,7 +15,8 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from unitrain import features
 from unitrain.checkpoint import Checkpoint, files
-from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.contents import Contents
+from unitrain.checkpoint.origin import Origin
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator, ReduceOp
 from unitrain.communication.gathering import Gathering
@@ -88,10 +89,12 @@ class Strategy:
         self.shares: tuple[int, ...] = reduced(config.shares or (1,) * self.world_size)
         self._prepared = PreparedModules(self.shares)
         pass_boundary = self._job.stopping.pass_boundary
-        self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config, features.resumed())
+        self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config)
         self._hooks = sockets.hooks
         for feature in features.make(config):
             feature.plug_in(sockets)
+        if self._precision.scaler is not None:
+            sockets.states.add("scaler", self._precision.scaler)
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
@@ -647,19 +650,23 @@ class Strategy:
         """
         if self._checkpoint is not None and not self._checkpoint.closed:
             raise UsageError("a strategy has one checkpoint: pass all objects to it, or call its close() first.")
-        scaler, ranks = self._precision.scaler, self._communicator
+        ranks = self._communicator
+        contents = Contents(objects, self._sockets, self._step, self._preparation.keep_random_states)
+        origin = Origin(self.config, config or {}, world_size=ranks.world_size, has_loader=contents.has_loader)
         self._checkpoint = Checkpoint(
-            ranks,
-            RunState(objects, self._sockets, scaler, config or {}),
+            contents,
+            origin,
+            self._sockets,
             self._step,
             self._job.stopping,
-            self._job.watch,
             folder,
             keep=keep,
             background=background,
-            partial=partial,
-            restored=self._preparation.keep_random_states,
+            incomplete=partial,
         )
+        if self._job.watch is not None:
+            self._job.watch.before_restart(self._checkpoint.folder.release)
+        features.attach(self._checkpoint, self._sockets)
         if self._job.endpoint is not None:
             self._job.endpoint.announce(folder)
         return self._checkpoint

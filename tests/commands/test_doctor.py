@@ -17,11 +17,11 @@ from bare_environment import BareEnvironment
 from hosts import joined_hosts
 from needs import HOROVOD
 
-from unitrain.checkpoint.memory_copies import memory_store
 from unitrain.commands.doctor import command
 from unitrain.commands.doctor.command import examine
 from unitrain.commands.doctor.probes import PROBES, Finding
 from unitrain.communication.backend import backend_names
+from unitrain.features.memory_copies import memory_store
 from unitrain.launch.local.toolchain import small_mpi_environment
 
 pytestmark = pytest.mark.xdist_group("doctor")  # most read one report

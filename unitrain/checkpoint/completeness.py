@@ -7,14 +7,14 @@ import gc
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unitrain import call_site
-from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.contents import Contents
 from unitrain.data import Loader
 from unitrain.training.loop.step import TrainingStep
 
 
-def warn_of_missing(state: RunState, step: TrainingStep) -> None:
+def warn_of_missing(contents: Contents, step: TrainingStep) -> None:
     """Warn if the objects of a checkpoint lack an optimizer, a scheduler, a loader or an average of weights."""
-    saved, missing = list(state.objects.values()), []
+    saved, missing = list(contents.objects.values()), []
     plateaus = [one.optimizer for one in gc.get_objects() if type(one) is ReduceLROnPlateau]
     for one in step.optimizers():
         if one.state and not any(value is one for value in saved):  # plain SGD has nothing to lose

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.saving import Shards, write_all, write_own
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.data.structure import rebuilt, tensors
@@ -77,14 +76,19 @@ class Background:
 class Writer:
     """Writes checkpoints of a run, and keeps the newest and the best. Rank 0 writes; of shards, each rank its own.
 
-    Ranks that write a checkpoint together wait for one another for ``patience_s``. ``failed`` is called, in the
-    background, when a checkpoint could not be written. Checkpoints are named by their steps.
+    Checkpoints are named by their steps.
+
+    Args:
+        folder: where they are written.
+        keep: number of the newest that are kept.
+        background: whether to write them in a thread.
+        patience_s: how long ranks that write a checkpoint together wait for one another.
+        failed: called in the background when a checkpoint could not be written.
     """
 
     def __init__(
         self,
         folder: Folder,
-        state: RunState,
         keep: int,
         *,
         background: bool,
@@ -92,7 +96,6 @@ class Writer:
         failed: Callable[[], None],
     ) -> None:
         self.folder: Folder = folder
-        self._state = state
         self._keep = keep
         self._patience_s = patience_s
         self._failed = failed
@@ -104,10 +107,20 @@ class Writer:
         self.resumed_from: int | None = None
         self.marked: int | None = None  # what this run saved as the best last, or is saving
 
-    def write(self, step: int, parts: dict[str, Any], together: Together | None, *, best: bool) -> None:
-        """Write what rank 0 writes alone and what several ranks write, or start to. On rank 0."""
+    def write(
+        self, step: int, parts: dict[str, Any], together: Together | None, about: Mapping[str, Any], *, best: bool
+    ) -> None:
+        """Write what rank 0 writes alone and what several ranks write, or start to. On rank 0.
+
+        Args:
+            step: the number of steps, which is the name of the checkpoint.
+            parts: states by key.
+            together: what several ranks write, if they do.
+            about: what the manifest says of the run.
+            best: whether it is the best checkpoint so far.
+        """
         values = {} if together is None else together.shards.values
-        self._run((parts, values), lambda copies: self._write(step, copies[0], together, copies[1], best))
+        self._run((parts, values), lambda copies: self._write(step, copies[0], together, copies[1], about, best))
 
     def write_own(self, together: Together, rank: int) -> None:
         """Write this rank's file of a checkpoint, or start to. Not on rank 0."""
@@ -123,10 +136,16 @@ class Writer:
         writing.add_done_callback(lambda done: None if done.exception() is None else self._failed())
 
     def _write(
-        self, step: int, parts: dict[str, Any], together: Together | None, values: dict[str, Any], best: bool
+        self,
+        step: int,
+        parts: dict[str, Any],
+        together: Together | None,
+        values: dict[str, Any],
+        about: Mapping[str, Any],
+        best: bool,
     ) -> None:
         best_step = step if best else self.best
-        about = self._state.about(best_step)
+        about = {**about, "best": best_step}
         self.folder.check()
         if not self._began and self.resumed_from is not None:
             for newer in self.folder.steps():  # later ones of this run would not be the newest

@@ -27,8 +27,10 @@ New = Callable[[Keys, "Form"], Tensor]
 """Makes the tensor of a path and a form that is received."""
 Sent = Callable[[], object]
 """Called on the sending rank when a buffer has been filled."""
-Fill = Callable[[Sequence[tuple[Keys, "Form", Tensor]]], object]
-"""Overwrites tensors that several ranks have written, given their paths and forms. Collective."""
+Triples = Sequence[tuple[Keys, "Form", Tensor]]
+"""Tensors with their paths and forms."""
+Fill = Callable[[Triples], object]
+"""Overwrites tensors that several ranks have written. Collective."""
 
 
 class Form:

@@ -6,11 +6,12 @@ A feature's package declares what it is by these names, all optional. It imports
 that settings are read without it.
 
 - ``Settings``: a ``Section`` whose fields become fields of ``StrategyConfig``.
-- ``SETTING``: the name of the setting that turns the feature on, by another value than its default.
+- ``SETTING``: the name of the setting that turns the feature on, by another value than its default. Without it, the
+  feature is always on.
 - ``EXCLUDES``: settings that it can't be combined with, and why.
-- ``RESUMED``: settings that must be the same when a run is resumed.
 - ``check(config, backend)``: raises ConfigError if it does not work with a backend. Called if the feature is turned on.
 - ``make(config)``: returns the ``unitrain.Feature`` that is added to the run, if the feature is turned on.
+- ``attach(checkpoint, sockets)``: adds hooks to a checkpoint that was opened. Called if the feature is turned on.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from pydantic import BaseModel
 from unitrain.config import Section, StrategyConfig, conflict
 
 if TYPE_CHECKING:
+    from unitrain.checkpoint import Checkpoint
     from unitrain.communication.backend import Backend
     from unitrain.training.feature import Feature
+    from unitrain.training.loop.sockets import Sockets
 
 
 class Exclusion(NamedTuple):
@@ -63,16 +66,11 @@ def settings() -> list[type[Section]]:
     return [module.Settings for module in modules() if hasattr(module, "Settings")]
 
 
-def resumed() -> list[str]:
-    """Return the settings of features that must be the same when a run is resumed."""
-    return [name for module in modules() for name in getattr(module, "RESUMED", ())]
-
-
 def refuse_exclusions(config: StrategyConfig) -> StrategyConfig:
     """Return the settings. Raise the error of a validator if a feature excludes one of them."""
-    for module in _turned_on(config):
+    for module in _turned_on(config, having="EXCLUDES"):
         own, _ = _value_and_default(config, module.SETTING)
-        for exclusion in getattr(module, "EXCLUDES", ()):
+        for exclusion in module.EXCLUDES:
             if exclusion.excludes(*_value_and_default(config, exclusion.setting), own):
                 raise conflict(module.SETTING, exclusion.setting, exclusion.reason)
     return config
@@ -84,21 +82,27 @@ def check(config: StrategyConfig, backend: type[Backend]) -> None:
     Raises:
         ConfigError: one does not.
     """
-    for module in _turned_on(config):
-        if hasattr(module, "check"):
-            module.check(config, backend)
+    for module in _turned_on(config, having="check"):
+        module.check(config, backend)
 
 
 def make(config: StrategyConfig) -> list[Feature]:
     """Return the features that the settings turn on."""
-    return [module.make(config) for module in _turned_on(config) if hasattr(module, "make")]
+    return [module.make(config) for module in _turned_on(config, having="make")]
 
 
-def _turned_on(config: StrategyConfig) -> Iterator[Any]:
+def attach(checkpoint: Checkpoint, sockets: Sockets) -> None:
+    """Attach the features that the settings turn on to a checkpoint that was opened. Collective."""
+    for module in _turned_on(sockets.config, having="attach"):
+        module.attach(checkpoint, sockets)
+
+
+def _turned_on(config: StrategyConfig, having: str) -> Iterator[Any]:
+    """Yield the packages of the features that are turned on and declare a name."""
     for module in modules():
-        if hasattr(module, "SETTING"):
-            value, default = _value_and_default(config, module.SETTING)
-            if value != default:
+        if hasattr(module, having):
+            value, default = _value_and_default(config, getattr(module, "SETTING", ""))
+            if value != default or not hasattr(module, "SETTING"):
                 yield module
 
 

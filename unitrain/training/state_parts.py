@@ -1,62 +1,138 @@
-"""What features and scripts add to a checkpoint: state in files of its own, and small states beside that of the run."""
+"""What a checkpoint consists of: parts of a run's state, each of which collects, checks and loads itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.state_transfer import New, Sent, Triples, needed, receive, receive_optimizer
 from unitrain.errors import UsageError
+
+_NEEDED = needed(lambda path: True)
+FEATURE = "_feature."
+"""Begins the keys of features' parts, as no name of a script's object does."""
+
+
+class SavedState:
+    """The saved state of one part, while it is loaded.
+
+    Args:
+        communicator: the communicator of this process.
+        outline: as the attribute.
+        source: the state itself, on rank 0.
+        sent: called on rank 0 when something has been sent.
+        fill: overwrites tensors that several ranks have written, given the optimizer that they are of, if any.
+
+    Attributes:
+        outline: the state with the forms of tensors in place of the tensors, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        outline: Any,
+        source: Any,
+        *,
+        sent: Sent = lambda: None,
+        fill: Callable[[Optimizer | None, Triples], object] = lambda optimizer, triples: None,
+    ) -> None:
+        self.outline: Any = outline
+        self._communicator = communicator
+        self._source = source
+        self._sent = sent
+        self._fill = fill
+
+    def receive(self, into: Any = None, new: New = _NEEDED) -> Any:
+        """Return the state on every rank. Collective.
+
+        Args:
+            into: nested state of this rank, whose tensors are overwritten and returned, where they have the same form.
+            new: makes the other tensors; by default on the CPU. ``state_transfer.needed`` leaves out some of them.
+        """
+        fill = partial(self._fill, None)
+        return receive(self._communicator, self.outline, self._source, into=into, new=new, sent=self._sent, fill=fill)
+
+    def load_into(self, optimizer: Optimizer) -> None:
+        """Load the state into an optimizer, in place. Collective."""
+        fill = partial(self._fill, optimizer)
+        receive_optimizer(self._communicator, optimizer, self.outline, self._source, sent=self._sent, fill=fill)
 
 
 class StatePart:
-    """State that checkpoints have in a file of its own, beside those of the run's objects.
+    """A part of a run's state that checkpoints have under a key of its own, which is also the name of a file.
+
+    A feature derives a class from this, with a name, and appends what makes it to ``Sockets.parts``. A checkpoint that
+    has a part without its feature can be resumed from nevertheless: the part is left out, with a warning.
 
     Attributes:
-        name: of the file. It begins with ``store.located.FEATURE``, as no name of an object does.
+        name: what the part is called in messages.
     """
 
     name: str
 
-    def collect(self, optimizers: Mapping[str, Optimizer]) -> Any:
-        """Return the state to save; None for no file. Collective; rank 0's result is used."""
+    @property
+    def key(self) -> str:
+        """The key of the part in a checkpoint."""
+        return f"{FEATURE}{self.name}"
+
+    def collect(self) -> Any:
+        """Return the state to save; None if there is nothing to save. Collective; rank 0's result is used."""
         raise NotImplementedError
 
-    def check(self, saved: Any, *, force: bool) -> None:
-        """Raise CheckpointError if a saved state does not fit this run, given its outline. Nothing is loaded yet."""
-
-    def load(self, optimizers: Mapping[str, Optimizer], expected: Any, source: Any) -> None:
-        """Load a saved state. Collective.
+    def check(self, outline: Any, *, force: bool) -> None:
+        """Raise CheckpointError if a saved state does not fit this run, given its outline. Nothing is loaded yet.
 
         Args:
-            optimizers: of the run, by name.
-            expected: the outline of the state.
-            source: the state itself, on rank 0.
+            outline: the saved state with the forms of tensors in place of the tensors.
+            force: whether to load what can be loaded of a state that does not fit.
         """
+
+    def in_order(self, saved: Any, optimizer: str, order: list[int]) -> Any:
+        """Return a saved state, or its outline, with the parameters of an optimizer in the order of this run.
+
+        Args:
+            saved: the state.
+            optimizer: the name of an optimizer whose parameters had another order when they were saved.
+            order: the number that each of its parameters had.
+        """
+        return saved
+
+    def load(self, saved: SavedState) -> None:
+        """Load a saved state. Collective."""
         raise NotImplementedError
 
-    def in_order(self, saved: Any, order: Any) -> Any:
-        """Return a saved state with the parameters of optimizers in another order."""
-        return saved
+
+MakePart = Callable[[Mapping[str, Any]], StatePart | None]
+"""Makes a part of a checkpoint from the checkpoint's objects by name (modules as they were before ``prepare``).
+
+It returns None if the checkpoint has nothing that the part is of.
+"""
 
 
 class Stateful(Protocol):
-    """An object with a small state of plain values, the same on all ranks."""
+    """An object with a small state of plain values, the same on all ranks. The state is saved with that of the run."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state."""
 
 
 class States:
-    """The small states of a run, by name."""
+    """The small states of a run, by name.
+
+    Attributes:
+        waiting: states that were loaded, and whose objects were not added yet.
+    """
 
     def __init__(self) -> None:
+        self.waiting: dict[str, dict[str, Any]] = {}
         self._objects: dict[str, Stateful] = {}
-        self._waiting: dict[str, dict[str, Any]] = {}  # loaded before their objects were added
 
     def add(self, name: str, stateful: Stateful) -> None:
         """Save and load the state of an object from now on. What was loaded before under its name is loaded now.
@@ -67,16 +143,16 @@ class States:
         if name in self._objects:
             raise UsageError(f"there is a feature {name!r} already: give each a name of its own.")
         self._objects[name] = stateful
-        if name in self._waiting:
-            stateful.load_state_dict(self._waiting.pop(name))
+        if name in self.waiting:
+            stateful.load_state_dict(self.waiting.pop(name))
 
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return the states by name, with those that no object has taken yet."""
-        return {**self._waiting, **{name: stateful.state_dict() for name, stateful in self._objects.items()}}
+        return {**self.waiting, **{name: stateful.state_dict() for name, stateful in self._objects.items()}}
 
     def load(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Load states. Those of objects that are added later wait for them."""
-        self._waiting = {name: state for name, state in states.items() if name not in self._objects}
+        self.waiting = {name: state for name, state in states.items() if name not in self._objects}
         for name, stateful in self._objects.items():
             if name in states:
                 stateful.load_state_dict(states[name])

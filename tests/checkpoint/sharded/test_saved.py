@@ -210,7 +210,7 @@ def test_what_is_named_but_is_no_checkpoint_is_refused_with_what_to_name(strateg
     assert checkpoint.resume(str(root / "step-0000000001"))
 
 
-@pytest.mark.parametrize("name", ["_run", "_metrics", "a/b", "", "a\0b"])
+@pytest.mark.parametrize("name", ["_run", "_feature.torchmetrics", "a/b", "", "a\0b"])
 def test_a_name_that_is_none_of_a_file_is_refused(strategy: Strategy, tmp_path: Path, name: str) -> None:
     objects: dict[str, Any] = {name: {}}
     with pytest.raises(UsageError, match="can't be the name of an object"):

@@ -291,8 +291,9 @@ def test_nohup_keeps_a_run_alive(tmp_path: Path) -> None:
     def hang_up_first(process: subprocess.Popen[bytes]) -> None:
         with (tmp_path / "rank 0").open() as pipe:
             assert pipe.readline() == "started\n"
-            for each in (process, *psutil.Process(process.pid).children()):  # which is its supervisor
-                each.send_signal(signal.SIGHUP)
+            supervisors = psutil.Process(process.pid).children()
+            for pid in (process.pid, *(supervisor.pid for supervisor in supervisors)):
+                os.kill(pid, signal.SIGHUP)
             time.sleep(2)  # it looks for signals every second
             process.send_signal(signal.SIGTERM)
             heard[0] = pipe.readlines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,30 +35,36 @@ T = TypeVar("T")
 class Search:
     """The checkpoints that ``resume(path)`` may resume from, in the order in which they are tried.
 
-    Without a path, these are the newest of the folder, after those that are to be tried ``first``.
+    Without a path, these are the newest of the folder, after those that are to be tried ``first``. The folder is looked
+    at when the first one is asked for.
     """
 
     def __init__(self, folder: Folder, path: str | Path | None = None, first: Sequence[Located] = ()) -> None:
-        self._folder = folder
+        self._folder, self._path, self._first = folder, path, first
         self._wanted = ""  # what is wanted, if no other one will do
         self._damage: list[str] = []
-        self._left: list[Located | Callable[[], Located]] = []
+
+    @cached_property
+    def _left(self) -> list[Located | Callable[[], Located]]:
+        """What was not tried yet."""
+        folder, path = self._folder, self._path
         if path is None:
             for shown in folder.incomplete():
                 print_stderr(f"unitrain: skipping an incomplete checkpoint: {shown} has no {NAME}")
-            self._left = [*first, *(partial(folder.find, step) for step in folder.steps())]
-        elif path != BEST:
-            self._wanted, self._left = "the checkpoint", [partial(_named, path, folder)]
-        else:
-            newest = Search(folder).next(lambda found: found)
-            if newest is None:
-                return
-            if newest.manifest.best is None:
-                raise CheckpointError(
-                    f"no checkpoint in {folder} is marked as the best: save(best=True) marks one. resume() takes the "
-                    "newest."
-                )
-            self._wanted, self._left = "the best checkpoint", [partial(folder.find, newest.manifest.best)]
+            return [*self._first, *(partial(folder.find, step) for step in folder.steps())]
+        if path != BEST:
+            self._wanted = "the checkpoint"
+            return [partial(_named, path, folder)]
+        newest = Search(folder).next(lambda found: found)
+        if newest is None:
+            return []
+        if newest.manifest.best is None:
+            raise CheckpointError(
+                f"no checkpoint in {folder} is marked as the best: save(best=True) marks one. resume() takes the "
+                "newest."
+            )
+        self._wanted = "the best checkpoint"
+        return [partial(folder.find, newest.manifest.best)]
 
     def next(self, attempt: Callable[[Located], T]) -> T | None:
         """Return what ``attempt`` returns for the next checkpoint for which it raises no DamagedError, if there is one.
@@ -164,11 +170,11 @@ def _opened(found: Located) -> OpenCheckpoint:
         if names and unlisted:
             raise DamagedError(f"{found}: its manifest lacks {min(unlisted)}")
         states, keys = _states(stored)
-        run = parts.setdefault(RUN, {"steps": 0, "scaler": None, "random": []} if not names else {})
+        run = parts.setdefault(RUN, {"steps": 0, "random": []} if not names else {})
         run["names"] = {**run.get("names", {}), **keys}
         parts = {**states, **parts}
     run = parts.get(RUN)
-    if not isinstance(run, dict) or not {"steps", "scaler", "random", "names"} <= set(run):
+    if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
         raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
     return OpenCheckpoint(found, parts, stored, files)
 

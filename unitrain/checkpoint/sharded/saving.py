@@ -22,12 +22,12 @@ from unitrain.checkpoint.names import (
     PARAMS,
     STATE,
     Keys,
+    Name,
     flat_options,
     joined,
     keys_of,
     optimizer_values,
 )
-from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, Piece, Region, merged, to_bytes, write
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.checkpoint.store.located import store_at
@@ -105,13 +105,26 @@ def of_rank(communicator: Communicator, rank: int, state: Any) -> Any:
     return receive(communicator, expected, own, src=rank, into=own, new=new)
 
 
-def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Shards]:
-    """Return the states of objects that rank 0 writes alone, and what this rank writes of the others. Collective."""
+def divided(
+    communicator: Communicator,
+    parts: Mapping[str, Any],
+    modules: Iterable[str],
+    optimizers: Mapping[str, list[Name] | None],
+) -> tuple[dict[str, Any], Shards]:
+    """Return the states that rank 0 writes alone, and what this rank writes of modules and optimizers. Collective.
+
+    Args:
+        communicator: the communicator of this process.
+        parts: this rank's states by key.
+        modules: the keys of modules.
+        optimizers: the keys of optimizers, with the names of their parameters.
+    """
     shards = Shards({}, {}, {}, {})
     plain: dict[Keys, Any] = {}
-    for name in state.modules:
+    modules = tuple(modules)
+    for name in modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
-    for name, names in state.names.items():
+    for name, names in optimizers.items():
         its = parts[name]
         keys = keys_of(names, sum(len(group["params"]) for group in its["param_groups"]))
         ranks = dict(zip(keys, owners(communicator, its[STATE], len(keys)), strict=True))
@@ -124,7 +137,7 @@ def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any
             plain.update(own)
     for path, value in plain.items() if communicator.is_main else ():
         shards.values[joined(path)], shards.entries[joined(path)] = value, Entry(path, None, (), [])
-    return {name: its for name, its in parts.items() if name not in (*state.modules, *state.names)}, shards
+    return {name: its for name, its in parts.items() if name not in (*modules, *optimizers)}, shards
 
 
 def _add(

@@ -21,8 +21,7 @@ from unitrain.errors import CheckpointError
 from unitrain.url import parsed
 
 SCHEMA = 1
-RUN, METRICS = "_run", "_metrics"  # parts of a checkpoint that are not an object's state
-FEATURE = "_feature."  # begins the names of parts that are a feature's
+RUN = "_run"  # the key of the state of the run itself
 _LARGEST = 2**26  # bytes that are read of a manifest
 _BLOCK = 2**20
 FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+$")]
@@ -51,12 +50,7 @@ class Manifest(BaseModel):
     config: dict[str, Any]  # the script's settings
     files: dict[FileName, Described]
     best: Annotated[int, Field(ge=0)] | None = None  # the step of the best checkpoint, when this one was saved
-    life: Annotated[int, Field(ge=0)] = 0  # which start of the run has written it, if the run keeps copies in memory
-
-
-def is_extra(name: str) -> bool:
-    """Return whether a part is a feature's."""
-    return name.startswith(FEATURE)
+    features: dict[str, Any] = {}  # plain data of features, by name
 
 
 def to_json(step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> str:

@@ -163,7 +163,7 @@ def _host_name() -> Finding:
 
 def _copies_in_memory() -> Finding:
     """Return which folders this user's runs have in the host's memory. A job that was killed leaves them."""
-    from unitrain.checkpoint.memory_copies.memory_store import memory_folder, prefix
+    from unitrain.features.memory_copies.memory_store import memory_folder, prefix
 
     found, size = sorted(memory_folder().glob(f"{prefix()}*")), 0
     for file in (file for folder in found for file in folder.rglob("*")):

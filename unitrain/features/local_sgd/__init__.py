@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -25,11 +25,12 @@ EXCLUDES = (
     Exclusion("on_nonfinite", "ranks would skip different steps", ("skip",)),
     Exclusion("on_spike", "ranks have different gradients"),
 )
-RESUMED = ("local_sgd",)
 
 
 class LocalSGDSettings(Section):
     """Steps that ranks make alone before they average their weights (local SGD, DiLoCo)."""
+
+    fixed_in_run: ClassVar[tuple[str, ...]] = ("steps", "fragments", "outer_lr", "outer_momentum")
 
     steps: Annotated[int, Field(ge=1, le=10**9)] = 1
     """Optimizer steps in a round; 1: average the gradients of every step."""

@@ -102,7 +102,7 @@ class LocalSGD(Feature, Replicas):
         self._guard = GuardedStep(communicator.device, None, None)
         sockets.averaging = Averaging(unit=communicator.world_size)
         sockets.replicas = self
-        sockets.parts.append(LocalStates(communicator, self))
+        sockets.parts.append(partial(LocalStates.of, communicator, self))
 
     @property
     def is_open(self) -> bool:

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import in_order
 from unitrain.checkpoint.sharded.saving import of_rank
-from unitrain.checkpoint.store.located import FEATURE
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.state_transfer import needed, receive
+from unitrain.communication.state_transfer import needed
 from unitrain.errors import CheckpointError
-from unitrain.training.state_parts import StatePart
+from unitrain.training.state_parts import SavedState, StatePart
 
 
 class Rounds(Protocol):
@@ -36,40 +35,45 @@ class Rounds(Protocol):
 class LocalStates(StatePart):
     """The states of the outer optimizer, and of the other ranks' optimizers, in the memory of rank 0."""
 
-    name = f"{FEATURE}local_sgd"
+    name = "local_sgd"
 
-    def __init__(self, communicator: Communicator, local: Rounds) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, local: Rounds, optimizer: Optimizer) -> None:
+        self._ranks = communicator
         self._local = local
+        self._optimizer = optimizer
 
-    def collect(self, optimizers: Mapping[str, Optimizer]) -> list[Any] | None:
+    @classmethod
+    def of(cls, communicator: Communicator, local: Rounds, objects: Mapping[str, Any]) -> LocalStates | None:
+        """Return the part of a checkpoint of these objects, if an optimizer is among them."""
+        optimizers = [value for value in objects.values() if isinstance(value, Optimizer)]
+        return cls(communicator, local, *optimizers) if optimizers else None
+
+    def collect(self) -> list[Any]:
         """Return the states. Collective; only rank 0's result can be used."""
-        if not optimizers:
-            return None
-        local, ranks, [optimizer] = self._local, self._communicator, optimizers.values()
+        local, ranks, optimizer = self._local, self._ranks, self._optimizer
         first, own = (local.with_own(one, optimizer) for one in (local.collect(optimizer), optimizer.state_dict()))
         return [first, *(of_rank(ranks, rank, own) for rank in range(1, ranks.world_size))]
 
-    def check(self, saved: list[Any], *, force: bool) -> None:
+    def check(self, outline: list[Any], *, force: bool) -> None:
         """Raise CheckpointError if saved states, given their outlines, come from another number of ranks."""
-        if len(saved) != self._communicator.world_size and not force:
+        if len(outline) != self._ranks.world_size and not force:
             raise CheckpointError(
                 f"with local_sgd, each rank has an optimizer state of its own, and the checkpoint has those of "
-                f"{len(saved)} ranks, not of {self._communicator.world_size}: resume with {len(saved)} processes, or "
-                "with resume(force=True), which gives all ranks rank 0's, and the weights that they share. Nothing was "
+                f"{len(outline)} ranks, not of {self._ranks.world_size}: resume with {len(outline)} processes, or with "
+                "resume(force=True), which gives all ranks rank 0's, and the weights that they share. Nothing was "
                 "loaded."
             )
 
-    def in_order(self, saved: list[Any], order: Any) -> list[Any]:
+    def in_order(self, saved: list[Any], optimizer: str, order: list[int]) -> list[Any]:
         """Return the states of optimizers with parameters in another order."""
-        return [in_order(one, order) for one in saved]
+        return [in_order(state, order) for state in saved]
 
-    def load(self, optimizers: Mapping[str, Optimizer], expected: list[Any], source: Any) -> None:
+    def load(self, saved: SavedState) -> None:
         """Load what ``collect`` has returned. Collective."""
-        ranks, [optimizer] = self._communicator, optimizers.values()
-        fits = len(expected) == ranks.world_size
+        ranks, optimizer = self._ranks, self._optimizer
+        fits = len(saved.outline) == ranks.world_size
         mine = {0, ranks.rank} if fits else {0}
-        saved = receive(ranks, expected, source, new=needed(lambda path: path[0] in mine))
-        self._local.restore(saved[0], saved[ranks.rank] if fits else {"state": {}}, optimizer)
+        states = saved.receive(new=needed(lambda path: path[0] in mine))
+        self._local.restore(states[0], states[ranks.rank] if fits else {"state": {}}, optimizer)
         if ranks.rank in mine - {0}:
-            optimizer.load_state_dict(saved[ranks.rank])
+            optimizer.load_state_dict(states[ranks.rank])

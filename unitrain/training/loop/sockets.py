@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from unitrain.training.loop.averaging import Averaging, GradientAveraging
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.judge import Verdict
 from unitrain.training.models.prepared import PreparedModules
-from unitrain.training.state_parts import StatePart, States
+from unitrain.training.state_parts import MakePart, States
 
 
 class Replicas:
@@ -63,13 +62,12 @@ class Sockets:
         backend: of the run.
         prepared: the modules that were prepared.
         config: the settings.
-        resumed: settings of features that must be the same when a run is resumed.
         batches: the batches that loaders have yielded.
         hooks: what happens around the steps.
         averaging: how gradients are averaged. A feature may replace it before the first step.
         replicas: whether the ranks have one model. A feature may replace it before the first step.
         verdicts: what may forbid a step.
-        parts: what checkpoints have in files of their own.
+        parts: makes what checkpoints have in files of their own.
         states: small states by name, which checkpoints have with that of the run.
         followers: tensors that follow the weights, such as averages of them: what puts weights back takes these along.
     """
@@ -80,20 +78,18 @@ class Sockets:
         backend: Backend,
         prepared: PreparedModules,
         config: StrategyConfig,
-        resumed: Sequence[str] = (),
     ) -> None:
         self.communicator: Communicator = communicator
         self.backend: Backend = backend
         self.prepared: PreparedModules = prepared
         self.config: StrategyConfig = config
         self.batches: OpenBatches = OpenBatches()
-        self.resumed: Sequence[str] = resumed
         self.hooks: Hooks = Hooks()
         self.averaging: Averaging = (
             GradientAveraging(communicator, backend, config) if communicator.world_size > 1 else Averaging()
         )
         self.replicas: Replicas = Replicas()
         self.verdicts: list[Verdict] = []
-        self.parts: list[StatePart] = []
+        self.parts: list[MakePart] = []
         self.states: States = States()
         self.followers: list[Tensor] = []

@@ -11,12 +11,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from unitrain.checkpoint.memory_copies.memory_store import MemoryStore
 from unitrain.checkpoint.store.store import FOLDER
 from unitrain.communication.communicator import Communicator
 from unitrain.job.watch.admission import admit_ranks, introduce
 from unitrain.job.watch.hub_server import listen
 from unitrain.launch.network.addresses import own_addresses
+
+from .memory_store import MemoryStore
 
 _BLOCK = 2**22
 

@@ -20,12 +20,12 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.checkpoint.memory_copies import memory_store
-from unitrain.checkpoint.memory_copies.copies import steps_between
-from unitrain.checkpoint.memory_copies.memory_store import MemoryStore
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.errors import UnitrainError
+from unitrain.features.memory_copies import memory_store
+from unitrain.features.memory_copies.copies import steps_between
+from unitrain.features.memory_copies.memory_store import MemoryStore
 
 STEPS, EVERY = 12, 3
 KINDS: dict[str, dict[str, Any]] = {

@@ -9,27 +9,30 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
-from unitrain import rng
-from unitrain.checkpoint.memory_copies.memory_store import NOTE, MemoryStore
-from unitrain.checkpoint.memory_copies.neighbour import Neighbour
-from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.checkpoint import Checkpoint
+from unitrain.checkpoint.hooks import Candidate, CheckpointHook
 from unitrain.checkpoint.sharded.dcp import Layout
-from unitrain.checkpoint.sharded.saving import Shards, divided, write_shards
+from unitrain.checkpoint.sharded.saving import Shards, write_shards
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.located import METRICS, DamagedError, Located
+from unitrain.checkpoint.store.located import DamagedError
 from unitrain.checkpoint.store.store import folder_name
-from unitrain.checkpoint.writer import Background, Writer
+from unitrain.checkpoint.writer import Background
 from unitrain.communication.communicator import Communicator
 from unitrain.data.structure import tensors
 from unitrain.errors import CheckpointError
+from unitrain.features.memory_copies import Settings
 from unitrain.process import print_stderr
 from unitrain.training.hooks import StepHook
-from unitrain.training.loop.step import TrainingStep
+from unitrain.training.loop.sockets import Sockets
+from unitrain.training.state_parts import FEATURE
+
+from .memory_store import NOTE, MemoryStore
+from .neighbour import Neighbour
 
 _ID = "run.json"
 _SHARE = 0.01  # of the time, which copies may take
@@ -38,41 +41,36 @@ _POLL_S = 0.01
 _PART_OF_ROOM = 4
 
 
-class Memory(StepHook):
-    """Copies the state at boundaries, and finds what an earlier start of the run has copied.
+class MemoryCopies(StepHook, CheckpointHook):
+    """Copies the state at boundaries, and finds what an earlier start of the run has copied. Collective.
 
-    ``key`` is the job's, with which hosts prove to each other that they belong to it; None in a world of one.
-    ``collect`` returns the states to save, given those of each rank's random number generators. Collective.
+    Args:
+        checkpoint: whose states are copied.
+        sockets: of the run.
+        key: the job's, with which hosts prove to each other that they belong to it; None in a world of one.
     """
 
+    name = "memory_copies"
     place = 90
 
-    def __init__(
-        self,
-        ranks: Communicator,
-        state: RunState,
-        step: TrainingStep,
-        writer: Writer,
-        key: bytes | None,
-        collect: Callable[[list[Any]], dict[str, Any]],
-    ) -> None:
-        self._ranks = ranks
-        self._state = state
-        self._step = step
-        self._writer = writer
-        self._folder: Folder = writer.folder
+    def __init__(self, checkpoint: Checkpoint, sockets: Sockets, key: bytes | None) -> None:
+        self._checkpoint = checkpoint
+        self._folder: Folder = checkpoint.folder
         self._key = key
-        self._collect = collect
-        self._every = state.settings.memory_copies.every
-        # Within a round of local SGD, no rank has the weights of all.
-        self.copies: bool = not step.replicas.differ if self._every == "auto" else self._every > 0
-        if self._every == 0 and ranks.is_main:
+        self._sockets = sockets
+        self._ranks: Communicator = sockets.communicator
+        self._pulse = self._ranks.collectives.pulse
+        self._every = Settings.of(sockets.config).memory_copies.every
+        # While ranks train apart, none has the weights of all.
+        self._copies: bool = not sockets.replicas.differ if self._every == "auto" else self._every > 0
+        if self._every == 0 and self._ranks.is_main:
             with suppress(OSError, CheckpointError):
                 self._folder.store.remove(_ID)  # what is in memory is not to come back later
         self._store: MemoryStore | None = None
         self._background: Background | None = None
         self._neighbour: Neighbour | None = None
         self._run = ""
+        self._life = 0  # which start of the run this is
         self._next = self._steps = 1 if self._every == "auto" else int(self._every)
         self._last: tuple[int, float] | None = None  # the step of the last copy, and when it was made
         self._cost_s = 0.0  # what that took
@@ -81,13 +79,17 @@ class Memory(StepHook):
         self._why = ""  # the last one failed on this rank
         self._begin()
 
+    def label(self) -> dict[str, Any]:
+        """Return which start of the run has written a checkpoint."""
+        return {"life": self._life}
+
     def _begin(self) -> None:
         """Record in the run's folder that this start of the run writes from now on. Collective."""
         if self._every != 0:
-            self._run, self._state.life = self._ranks.on_main(self._draw)
+            self._run, self._life = self._ranks.on_main(self._draw)
 
     def _draw(self) -> tuple[str, int]:
-        run, life = self._known() or (uuid4().hex if self.copies else "", 0)
+        run, life = self._known() or (uuid4().hex if self._copies else "", 0)
         if run:
             with self._folder.store.explained(f"{self._folder.store.shown(_ID)} can't be written"):
                 self._folder.store.put(_ID, json.dumps({"run": run, "life": life + 1}).encode())
@@ -100,31 +102,30 @@ class Memory(StepHook):
             return str(found["run"]), int(found["life"])
         return None
 
-    def forget(self) -> None:
+    def discarded(self) -> None:
         """Let nothing that is in memory come back: a new run begins. Collective."""
         self._kept = ""
         self._ranks.on_main(lambda: self._folder.store.remove(_ID))
         self._begin()
 
-    def go_on(self, step: int, copy: str) -> None:
-        """Continue after the step of a copy, or of a checkpoint if ``copy`` is "". Collective."""
-        self._kept, self._newest, self._last, self._unwritten = copy, "", None, False
+    def resumed(self, step: int, folder: str) -> None:
+        """Continue after the step of a copy, or of a checkpoint. Collective."""
+        self._kept, self._newest, self._last, self._unwritten = folder, "", None, False
         if self._background is not None:  # its copies of later steps are another branch's
             self._begin()
         self._put_off(step)
 
     def saved(self, step: int) -> None:
-        """Record that a checkpoint of a step is being written: the next copy is later, unless steps are counted."""
+        """Put the next copy off, unless steps are counted."""
         if self._every == "auto":
             self._put_off(step)
 
     def _put_off(self, step: int) -> None:
         """Record that a step needs no copy."""
-        if self.copies:
-            self._next = step + self._steps - (0 if self._every == "auto" else step % self._steps)
+        self._next = step + self._steps - (0 if self._every == "auto" else step % self._steps)
 
-    def recall(self) -> list[tuple[Located, str]]:
-        """Return copies newer than the folder's newest checkpoint, the newest first, and their hosts. Collective."""
+    def candidates(self) -> list[Candidate]:
+        """Return copies newer than the folder's newest checkpoint on rank 0, the newest first. Collective."""
         if self._every == 0 or self._background is not None:
             return []  # a script that goes back goes to what it has saved
 
@@ -134,42 +135,42 @@ class Memory(StepHook):
             if newest is None:
                 return run, 0, -1
             with suppress(DamagedError):
-                life = self._folder.find(newest).manifest.life
+                life = int(self._folder.find(newest).manifest.features.get(self.name, {}).get("life", 0))
             return run, life, newest
 
         run, life, step = self._ranks.on_main(look)
         if not run or self._meet().why:
             return []
-        return self._meet().recall(run, (life, step), self._state.settings.model_dump(mode="json"))
+        return self._meet().recall(run, (life, step), self._sockets.config.model_dump(mode="json"))
 
     def _meet(self) -> MemoryStore:
         if self._store is None:
             location = self._ranks.on_main(lambda: self._folder.store.location)
-            self._store = MemoryStore(self._ranks, location, self._state.settings.memory_copies.folder)
+            self._store = MemoryStore(self._ranks, location, Settings.of(self._sockets.config).memory_copies.folder)
         return self._store
 
     def at_boundary(self) -> None:
         """Copy the state if it is time to."""
-        if not self.copies:
+        if not self._copies:
             return
-        step = self._step.global_step
+        step = self._pulse.step
         if step >= self._next:
-            with self._ranks.collectives.pulse.within("a copy in memory"), self._state.prepared.training_weights():
+            with self._pulse.within("a copy in memory"), self._sockets.prepared.training_weights():
                 self._copy()
         # With a number of steps, no rank begins one that would be lost in addition.
         if self._unwritten and self._last is not None and step + 1 >= self._last[0] + int(self._every):
-            with self._ranks.collectives.pulse.within("a copy in memory"):
+            with self._pulse.within("a copy in memory"):
                 self._unwritten = False
                 if self._background is not None:
                     self._background.wait()
                 self._ranks.barrier()
 
     def _copy(self) -> None:
-        ranks, step, began = self._ranks, self._step.global_step, time.perf_counter()
+        ranks, step, began = self._ranks, self._pulse.step, time.perf_counter()
         busy = self._background is not None and self._background.busy
         step_s = (began - self._last[1]) / (step - self._last[0]) if self._last else 0.0
         ratio = self._cost_s / step_s if step_s else 0.0
-        answers = ranks.all_gather_object((busy, self._why, ratio, self._writer.newest, rng.capture()))
+        answers = ranks.all_gather_data((busy, self._why, ratio, self._checkpoint.newest))
         if self._off(next((why for _, why, *_ in answers if why), "")):
             return
         if self._every == "auto":
@@ -179,24 +180,21 @@ class Memory(StepHook):
             return
         if self._newest:
             self._kept = self._newest
-        parts = self._collect([random for *_, random in answers])
-        shards: Shards | None = None
-        if ranks.sharding.any:
-            parts, shards = divided(ranks, self._state, parts)
+        parts, shards = self._checkpoint.divided(self._checkpoint.contents.collect())
         store, writers = self._meet(), ranks.world_size // ranks.sharding.replicas if shards else 1
         if shards is not None:
             part = ranks.rank if ranks.rank < writers else None
-        else:  # rank 0 has the metrics of all ranks
+        else:  # rank 0 alone has the parts of features
             leads = store.leader[ranks.rank] == ranks.rank
-            part = 0 if leads and (ranks.is_main or METRICS not in parts) else None
+            part = 0 if leads and (ranks.is_main or not any(key.startswith(FEATURE) for key in parts)) else None
         own_shards = shards.values if shards is not None and part is not None else {}
         state = (parts if part == 0 else {}, own_shards)
         if self._background is None and self._off(self._refusal(state)):
             return
         self._background = self._background or Background("copy in memory")
-        self._newest = f"{folder_name(step)}.{self._state.life}"
-        note = {"run": self._run, "step": step, "saved": answers[0][3], "writers": writers}
-        note["about"] = self._state.about(None)
+        self._newest = f"{folder_name(step)}.{self._life}"
+        note = {"run": self._run, "step": step, "life": self._life, "saved": answers[0][3], "writers": writers}
+        note["about"] = {**self._checkpoint.about(), "best": None}
         name, kept = self._newest, self._kept
         try:
             self._background.run(state, lambda copied: self._write(name, kept, part, copied, shards, note))
@@ -208,7 +206,7 @@ class Memory(StepHook):
     def _off(self, why: str) -> bool:
         """Make no more copies if there is a reason."""
         if why:
-            self.copies = False
+            self._copies = False
             if self._ranks.is_main:
                 print_stderr(
                     f"unitrain: no more copies of the state in memory: {why}. A failure costs what was trained since "
@@ -234,7 +232,7 @@ class Memory(StepHook):
             )
         why = next(filter(None, ranks.all_gather_data(why)), "")
         if not why and several and self._key is not None:
-            self._neighbour = Neighbour(ranks, store, self._key, self._state.settings.timeout_s)
+            self._neighbour = Neighbour(ranks, store, self._key, self._sockets.config.timeout_s)
         return why
 
     def _write(
@@ -267,7 +265,7 @@ class Memory(StepHook):
     def _files(self, name: str, rank: int) -> Iterator[str]:
         """Yield the files of a rank of this host, once it has written them. Its note is the last."""
         disk, note = self._meet().disk, NOTE.format(rank)
-        until = time.monotonic() + self._state.settings.timeout_s
+        until = time.monotonic() + self._sockets.config.timeout_s
         while note not in disk.list(name):
             if time.monotonic() > until:
                 raise CheckpointError(f"rank {rank} has not written its part within timeout_s")
@@ -275,10 +273,10 @@ class Memory(StepHook):
         said: Mapping[str, Any] = json.loads(disk.get(f"{name}/{note}"))
         yield from (f"{name}/{file}" for file in (*said["files"], note))
 
-    def close(self) -> None:
+    def closed(self) -> None:
         """Remove the copies: what is to be kept is saved. Collective. Further calls do nothing."""
-        self.copies = False
-        self._collect = lambda _: {}  # a cycle would keep the connections of the ranks open
+        self._copies = False
+        self._sockets.hooks.remove_hook(self)
         if self._background is not None:
             self._background.close(wait=True)
         if self._store is not None:

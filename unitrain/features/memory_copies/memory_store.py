@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from unitrain.checkpoint.hooks import Candidate
 from unitrain.checkpoint.sharded.dcp import METADATA
 from unitrain.checkpoint.sharded.saving import joined_files
 from unitrain.checkpoint.store.disk import Disk
@@ -128,10 +129,8 @@ class MemoryStore:
         """Remove this host's folder."""
         shutil.rmtree(self.disk.root, ignore_errors=True)
 
-    def recall(self, run: str, after: tuple[int, int], settings: dict[str, Any]) -> list[tuple[Located, str]]:
+    def recall(self, run: str, after: tuple[int, int], settings: dict[str, Any]) -> list[Candidate]:
         """Make complete copies of this run checkpoints, and return them on rank 0, the newest first. Collective.
-
-        With each comes the hosts that had it, for a message.
 
         Args:
             run: the run's identity.
@@ -147,7 +146,7 @@ class MemoryStore:
                 own = holders.setdefault(note.copy, {}).setdefault(note.rank, {})
                 if all(note.digest == other.digest for other in own.values()):
                     own[holder] = note
-        found: list[tuple[Located, str]] = []
+        found: list[Candidate] = []
         for copy in sorted(holders, key=lambda name: _newness(holders[name]), reverse=True)[:_MOST_SETS]:
             by_rank = holders[copy]
             life, step = _newness(by_rank)
@@ -159,7 +158,7 @@ class MemoryStore:
             located = self._completed(copy, by_rank)
             if located is not None:
                 names = dict.fromkeys(self.host[holder] for own in by_rank.values() for holder in own)
-                found.append((located, " and ".join(names)))
+                found.append(Candidate(located, f"in the memory of {' and '.join(names)}"))
         return found
 
     def _notes(self, run: str, settings: dict[str, Any]) -> list[Note]:
@@ -181,7 +180,7 @@ class MemoryStore:
                     found.append(
                         Note(
                             copy, int(match[1]), hashlib.sha256(content).hexdigest(), int(note["step"]),
-                            int(about["life"]), note["saved"], int(note["writers"]), same_job, files,
+                            int(note["life"]), note["saved"], int(note["writers"]), same_job, files,
                         )
                     )  # fmt: skip
         return found

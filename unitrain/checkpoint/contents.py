@@ -1,0 +1,273 @@
+"""``Contents``: all that the checkpoints of a run consist of, as parts that collect, check and load themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from unitrain import rng
+from unitrain.checkpoint.names import GROUPS, Name, keys_of, numbers_before
+from unitrain.checkpoint.objects import LoaderPart, ModulePart, ObjectPart, OptimizerPart, part_of
+from unitrain.checkpoint.sharded.loading import CheckpointView
+from unitrain.checkpoint.sharded.opening import OpenCheckpoint
+from unitrain.checkpoint.store.located import RUN, Manifest
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.state_transfer import needed
+from unitrain.errors import CheckpointError, UsageError
+from unitrain.process import print_stderr
+from unitrain.rng import seed_rank
+from unitrain.training.loop.sockets import Sockets
+from unitrain.training.loop.step import TrainingStep
+from unitrain.training.state_parts import FEATURE, SavedState, StatePart, States
+
+
+class RunPart(ObjectPart):
+    """The state of the run itself: its number of steps, random number generators, and small states of features.
+
+    Args:
+        communicator: the communicator of this process.
+        step: counts the steps.
+        states: small states by name.
+        seed: of the random number generators, on another number of ranks.
+        objects: the parts of the script's objects.
+        restored: called when random number generators have been restored.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        step: TrainingStep,
+        states: States,
+        objects: Mapping[str, ObjectPart],
+        *,
+        seed: int,
+        restored: Callable[[], None],
+    ) -> None:
+        super().__init__(RUN, None)
+        self._ranks = communicator
+        self._step = step
+        self._states = states
+        self._objects = objects
+        self._seed = seed
+        self._restored = restored
+        self._told: set[str] = set()  # of states that nothing has taken
+
+    def state(self) -> Any:
+        """Return the state of this rank's random number generators."""
+        return rng.capture()
+
+    def remember(self) -> Any:
+        """Return the state of this rank's random number generators."""
+        return self.state()
+
+    def complete(self, state: Any) -> Any:
+        """Return the state of the run, given that of this rank's random number generators. Collective.
+
+        Warn of small states that were loaded, and that nothing in this run has taken until now.
+        """
+        if self._ranks.is_main:
+            for name in self._states.waiting.keys() - self._told:
+                _warn_of_unknown(name)
+        self._told = set(self._states.waiting)
+        return {
+            "steps": self._step.global_step,
+            "features": self._states.collect(),
+            "random": self._ranks.all_gather_object(state),
+            "names": _names(self._objects),
+        }
+
+    def load(self, saved: SavedState) -> None:
+        """Load a saved state. Collective."""
+        rank = self._ranks.rank
+        state = saved.receive(new=needed(lambda path: path[0] != "random" or path[1] == rank))
+        self._step.global_step = state["steps"]
+        self._states.load(state.get("features", {}))
+        if len(state["random"]) == self._ranks.world_size:
+            rng.restore(state["random"][rank])
+        else:
+            seed_rank(self._seed, state["steps"], rank)
+        self._restored()
+
+
+class Contents:
+    """The parts of a run's checkpoints.
+
+    Args:
+        objects: the script's objects by name, with ``state_dict`` and ``load_state_dict``, or dicts of plain values.
+        sockets: have the parts and the small states of features.
+        step: counts the steps.
+        restored: called when random number generators have been restored.
+
+    Attributes:
+        objects: the script's objects.
+        of_objects: their parts, by name.
+
+    Raises:
+        UsageError: an object has no state, or a name is not that of a file.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        sockets: Sockets,
+        step: TrainingStep,
+        restored: Callable[[], None],
+    ) -> None:
+        for name, value in objects.items():
+            if not isinstance(value, dict) and not callable(getattr(value, "load_state_dict", None)):
+                raise UsageError(
+                    f"checkpoint: {name} is a {type(value).__name__}, which has no load_state_dict: pass an object "
+                    "with state_dict and load_state_dict, or a dict."
+                )
+            if name in (RUN, "") or name.startswith(FEATURE) or "/" in name or "\0" in name:
+                raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
+        ranks = sockets.communicator
+        self.objects: dict[str, Any] = dict(objects)
+        self.of_objects: dict[str, ObjectPart] = {
+            name: part_of(name, value, sockets.prepared, ranks) for name, value in objects.items()
+        }
+        originals = {**objects, **self.modules}
+        self._of_features = [part for make in sockets.parts if (part := make(originals)) is not None]
+        self._run = RunPart(ranks, step, sockets.states, self.of_objects, seed=sockets.config.seed, restored=restored)
+        self._is_main = ranks.is_main
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The original modules."""
+        return _modules(self.of_objects)
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerPart]:
+        """The parts that are optimizers'."""
+        return {name: part for name, part in self.of_objects.items() if isinstance(part, OptimizerPart)}
+
+    @property
+    def names(self) -> dict[str, list[Name] | None]:
+        """The names of the parameters of each optimizer."""
+        return _names(self.of_objects)
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether a loader is among the objects."""
+        return any(isinstance(part, LoaderPart) for part in self.of_objects.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the modules' states."""
+        states = [value for module in self.modules.values() for value in module.state_dict().values()]
+        return sum(value.nbytes for value in states if isinstance(value, Tensor))
+
+    def collect(self, remembered: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the states of all parts by key. Collective.
+
+        Args:
+            remembered: what ``remember`` has returned: what it has is as it was then.
+        """
+        states: dict[str, Any] = {}
+        for part in (*self.of_objects.values(), self._run):
+            now = part.state() if remembered is None else part.as_remembered(remembered[part.key])
+            states[part.key] = part.complete(now)
+        for extra in self._of_features:
+            state = extra.collect()
+            if state is not None:
+                states[extra.key] = state
+        return states
+
+    def remember(self) -> dict[str, Any]:
+        """Return copies of what the code between two epochs may change, by key."""
+        return {part.key: part.remember() for part in (*self.of_objects.values(), self._run)}
+
+    def fitted(self, saved: OpenCheckpoint) -> OpenCheckpoint:
+        """Return what another tool has written with the names of this run's objects, or what a run has as it is.
+
+        Raises CheckpointError if a module or an optimizer is missing. A model may have been saved without name.
+        """
+        if saved.found.manifest.files:
+            return saved
+        wanted = [*self.modules, *self.optimizers]
+        parts = dict(saved.parts)
+        missing = [name for name in wanted if name not in parts]
+        if "" in parts and len(missing) == 1 and missing[0] in self.modules:
+            parts[missing.pop()] = parts[""]
+        if missing:
+            raise CheckpointError(
+                f"{saved.found} has {', '.join(sorted(filter(None, saved.parts.keys() - {RUN})))}, but no "
+                f"{missing[0]}: name modules and optimizers in strategy.checkpoint as their keys begin there. Nothing "
+                "was loaded."
+            )
+        return saved._replace(parts={name: state for name, state in parts.items() if name in (RUN, *wanted)})
+
+    def check_fits(self, manifest: Manifest, outlines: Mapping[str, Any]) -> None:
+        """Raise CheckpointError unless the outlines of saved states fit this run's objects."""
+        # Another tool has saved modules and optimizers only.
+        expected = self.of_objects if manifest.files else {**self.modules, **self.optimizers}
+        saved = {key for key in outlines if key != RUN and not key.startswith(FEATURE)}
+        if set(expected) != saved:
+            raise CheckpointError(
+                f"the checkpoint contains {', '.join(sorted(saved))}, but this run has {', '.join(sorted(expected))}: "
+                "pass the same objects to strategy.checkpoint. Nothing was loaded."
+            )
+        for name in expected:
+            self.of_objects[name].check(outlines[name], force=False)
+
+    def check_others(self, outlines: Mapping[str, Any], *, force: bool) -> None:
+        """Raise CheckpointError unless the saved states of features fit this run. Warn of those that it does not use.
+
+        Args:
+            outlines: of all saved states, by key.
+            force: whether to load what can be loaded of states that don't fit.
+        """
+        known = {part.key: part for part in self._of_features}
+        for key in filter(outlines.__contains__, known):
+            known[key].check(outlines[key], force=force)
+        for key in outlines if self._is_main else ():
+            if key.startswith(FEATURE) and key not in known:
+                _warn_of_unknown(key.removeprefix(FEATURE))
+
+    def order_by_name(self, view: CheckpointView) -> None:
+        """Put the saved state of each optimizer's parameters in the order that they have now.
+
+        Raises CheckpointError if a parameter group has other parameters.
+        """
+        outlines = view.outlines
+        for name, now in self.names.items():
+            saved = outlines[RUN]["names"].get(name)
+            if saved is None or now is None or saved == keys_of(None, len(saved)):
+                continue
+            own = keys_of(now, len(now)) if isinstance(saved[0], str) else now
+            if saved != own:
+                order = numbers_before(name, outlines[name][GROUPS], saved, own)
+                parts: list[StatePart] = [self.of_objects[name], *self._of_features]
+                for states in (outlines,) if view.saved is None else (outlines, view.saved.parts):
+                    states.update(
+                        {part.key: part.in_order(states[part.key], name, order) for part in parts if part.key in states}
+                    )
+
+    def replaced_options(self, outlines: Mapping[str, Any]) -> list[str]:
+        """Return which options of the script's optimizers the outlines of a checkpoint replace, for a message."""
+        found = [option for name, part in self.optimizers.items() for option in part.replaced_options(outlines[name])]
+        return sorted(set(found))
+
+    def load(self, view: CheckpointView) -> None:
+        """Load the states of a checkpoint. Collective."""
+        # Loaders first: they refuse other data before the model is changed.
+        weights = *self.modules, *self.optimizers
+        objects = sorted(self.of_objects.values(), key=lambda part: (part.name in weights, part.name))
+        for part in (*objects, self._run, *self._of_features):
+            if part.key in view.outlines:  # another tool has no loaders
+                part.load(view.state(part.key))
+
+
+def _modules(objects: Mapping[str, ObjectPart]) -> dict[str, nn.Module]:
+    return {name: part.module for name, part in objects.items() if isinstance(part, ModulePart)}
+
+
+def _names(objects: Mapping[str, ObjectPart]) -> dict[str, list[Name] | None]:
+    modules = _modules(objects)
+    return {name: part.names(modules) for name, part in objects.items() if isinstance(part, OptimizerPart)}
+
+
+def _warn_of_unknown(name: str) -> None:
+    print_stderr(f"unitrain: the checkpoint has the state of {name}, which this run does not use: it is left out.")

@@ -1,0 +1,50 @@
+"""What features do at the checkpoints of a run: a hook with fixed names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from unitrain.checkpoint.store.located import Located
+
+
+class Candidate(NamedTuple):
+    """A checkpoint outside of the run's folder, from which the run may be resumed."""
+
+    found: Located
+    place: str  # where it is, for a message
+
+
+class CheckpointHook:
+    """Base class of what is told of a run's checkpoints. A subclass overrides what it needs.
+
+    All methods but ``abandon`` are called on all ranks, and may be collective.
+
+    Attributes:
+        name: of the feature.
+    """
+
+    name: str
+
+    def label(self) -> Mapping[str, Any]:
+        """Return plain data for manifests, which have it under the feature's name. Not collective."""
+        return {}
+
+    def candidates(self) -> list[Candidate]:
+        """Return on rank 0 what is newer than the newest checkpoint in the folder, the newest first."""
+        return []
+
+    def resumed(self, step: int, folder: str) -> None:
+        """The run goes on after a step, from a candidate in a folder, or from a checkpoint if that is ""."""
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of a step is being written."""
+
+    def discarded(self) -> None:
+        """All checkpoints were removed: a new run begins."""
+
+    def closed(self) -> None:
+        """The checkpoint is closed, or the run has stopped and is saved. It may be called twice."""
+
+    def abandon(self) -> None:
+        """End what runs in the background without waiting for it: the run fails. Not collective."""

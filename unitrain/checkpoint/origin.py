@@ -1,0 +1,54 @@
+"""Where a checkpoint comes from: the settings of its run, as its manifest has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from unitrain.checkpoint.store.located import Manifest
+from unitrain.config import StrategyConfig, flattened
+
+
+class Origin:
+    """The settings of a run, for the manifests of its checkpoints, and to compare with those of another start.
+
+    Args:
+        settings: the strategy's settings.
+        config: the script's settings, as plain data.
+        world_size: number of processes.
+        has_loader: whether loaders are saved. They compare the global batch themselves, which does not depend on the
+            number of micro-batches.
+    """
+
+    def __init__(
+        self, settings: StrategyConfig, config: Mapping[str, Any], *, world_size: int, has_loader: bool
+    ) -> None:
+        self._settings = settings
+        self._config = dict(config)
+        self._world_size = world_size
+        self._compared = [*settings.names_fixed(), *(() if has_loader else ("accumulate",))]
+
+    def about(self) -> dict[str, Any]:
+        """Return what a manifest says of the run."""
+        return {
+            "unitrain": version("unitrain"),
+            "torch": torch.__version__,
+            "world_size": self._world_size,
+            "strategy": self._settings.model_dump(mode="json"),
+            "config": self._config,
+        }
+
+    def changed_settings(self, manifest: Manifest) -> list[str]:
+        """Return the settings that affect training and are not those of a checkpoint, with both values."""
+        if not manifest.strategy:
+            return []  # of another tool, which has none of them
+        now = flattened(self._settings.model_dump(mode="json"))
+        # What the checkpoint's version of the settings did not have was as it is by default.
+        saved = {**flattened(type(self._settings)().model_dump(mode="json")), **flattened(manifest.strategy)}
+        pairs = [(f"strategy.{name}", saved[name], now[name]) for name in self._compared]
+        names = dict.fromkeys([*manifest.config, *self._config])
+        pairs += [(name, manifest.config.get(name), self._config.get(name)) for name in names]
+        return [f"{name} was {before!r} and is now {after!r}" for name, before, after in pairs if before != after]

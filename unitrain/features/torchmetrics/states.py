@@ -1,0 +1,156 @@
+"""The states that torchmetrics' metrics have accumulated on each rank, saved and divided among the ranks again.
+
+torchmetrics leaves these states out of ``state_dict``, and rank 0's would not be all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.checkpoint.sharded.saving import of_rank
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.state_transfer import needed
+from unitrain.errors import CheckpointError
+from unitrain.training.feature import Feature
+from unitrain.training.loop.sockets import Sockets
+from unitrain.training.state_parts import SavedState, StatePart
+
+# The states of two ranks as one state, by the names of torchmetrics' functions that reduce them over the ranks.
+_MERGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dim_zero_sum": torch.add,
+    "dim_zero_max": torch.maximum,
+    "dim_zero_min": torch.minimum,
+    "dim_zero_cat": lambda one, other: torch.cat([one, other]),
+}
+
+
+class MetricStates(StatePart):
+    """What the metrics among a checkpoint's modules, and within them, have accumulated on each rank.
+
+    Args:
+        communicator: the communicator of this process.
+        modules: the modules by name.
+    """
+
+    name = "torchmetrics"
+
+    def __init__(self, communicator: Communicator, modules: Mapping[str, nn.Module]) -> None:
+        self._ranks = communicator
+        self._modules = modules
+        self._loaded: list[str] = []  # the names of the metrics whose states can be loaded
+
+    @classmethod
+    def of(cls, communicator: Communicator, objects: Mapping[str, Any]) -> MetricStates | None:
+        """Return the part of a checkpoint of these objects, if modules are among them."""
+        modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
+        return cls(communicator, modules) if modules else None
+
+    @property
+    def _metrics(self) -> dict[str, Any]:
+        """The metrics, by name."""
+        return {
+            f"{name}.{path}" if path else name: metric
+            for name, module in self._modules.items()
+            for path, metric in _metrics_in(module)
+        }
+
+    def collect(self) -> list[dict[str, Any]] | None:
+        """Return the states of each rank's metrics. Collective; only rank 0's result can be used."""
+        metrics = self._metrics
+        if not metrics:
+            return None
+        own = {
+            name: {
+                "updates": metric.update_count,
+                "states": {state: getattr(metric, state) for state in metric._reductions},
+            }
+            for name, metric in metrics.items()
+        }
+        return [of_rank(self._ranks, rank, own) for rank in range(self._ranks.world_size)]
+
+    def check(self, outline: list[Any], *, force: bool) -> None:
+        """Raise CheckpointError if the saved metrics are others, or can't be divided among another number of ranks.
+
+        With ``force``, metrics that can't be divided are left out.
+        """
+        metrics, world_size = self._metrics, self._ranks.world_size
+        self._loaded = []
+        if not metrics or not outline:
+            return
+        if set(metrics) != set(outline[0]):
+            raise CheckpointError(
+                f"the checkpoint has states of the metrics {', '.join(sorted(outline[0])) or 'none'}, but this run has "
+                f"{', '.join(sorted(metrics))}: pass the same metrics to strategy.checkpoint. Nothing was loaded."
+            )
+        self._loaded = list(metrics)
+        if len(outline) == world_size:
+            return
+        used = [name for name in metrics if any(of_rank[name]["updates"] for of_rank in outline)]
+        reasons = {name: reason for name in used if (reason := _indivisible(metrics[name]))}
+        if reasons and not force:
+            name, reason = next(iter(reasons.items()))
+            raise CheckpointError(
+                f"the metric {name} can't be divided among {world_size} processes instead of {len(outline)}: {reason}. "
+                f"Resume with {len(outline)} processes, or with resume(force=True), which resets the metric. Nothing "
+                "was loaded."
+            )
+        self._loaded = [name for name in metrics if name not in reasons]
+
+    def load(self, saved: SavedState) -> None:
+        """Reset the metrics, and load what the ranks had saved. States of fewer ranks are merged. Collective."""
+        mine = range(self._ranks.rank, len(saved.outline), self._ranks.world_size)
+        states = saved.receive(new=needed(lambda path: path[0] in mine))
+        for name, metric in self._metrics.items():
+            metric.reset()
+            for number, rank in enumerate(mine if name in self._loaded else ()):
+                theirs = states[rank][name]
+                for state, value in theirs["states"].items():
+                    value = _moved(value, metric.device)
+                    before = getattr(metric, state)
+                    setattr(metric, state, value if number == 0 else _merged(metric._reductions[state], before, value))
+                metric._update_count += theirs["updates"]
+
+
+def _metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    collection: Any
+    for collection in module.modules():
+        if isinstance(collection, nn.ModuleDict) and hasattr(collection, "compute_groups"):  # a MetricCollection
+            # Some of its metrics share a state, which this brings up to date in all of them.
+            collection.items(keep_base=True, copy_state=False)  # type: ignore[call-arg]
+    for path, inner in module.named_modules():
+        # torchmetrics is not a dependency: metrics are recognised by their attributes.
+        if all(hasattr(inner, name) for name in ("_reductions", "_defaults", "update_count")):
+            yield path, inner
+
+
+def _indivisible(metric: Any) -> str:
+    for state, reduction in metric._reductions.items():
+        if reduction is None:
+            return f"its state {state} is gathered from the ranks, and not reduced"
+        name = getattr(reduction, "__name__", str(reduction))
+        if name not in _MERGED:
+            return f"its state {state} is reduced over the ranks by {name.removeprefix('dim_zero_')}"
+        if name == "dim_zero_sum" and metric._defaults[state].any():
+            return f"its state {state} is a sum that does not begin with 0 on each rank"
+    return ""
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return [one.to(device) for one in value] if isinstance(value, list) else value.to(device)
+
+
+def _merged(reduction: Any, one: Any, other: Any) -> Any:
+    return one + other if isinstance(one, list) else _MERGED[reduction.__name__](one, other)
+
+
+class SavesMetrics(Feature):
+    """Has checkpoints save the metrics among their modules."""
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Add the part to the checkpoints of the run."""
+        sockets.parts.append(partial(MetricStates.of, sockets.communicator))
