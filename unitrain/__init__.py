@@ -79,6 +79,8 @@ _HOMES = {
     "Meter": "metrics.meter",
     "StepResult": "training.loop.step",
 }
+_FEATURES = {"find_micro_batch_size": "batch_finder", "notebook_launch": "notebook"}
+"""Functions of features, which are not in ``__all__``: each folder can be deleted. Type checkers know them there."""
 
 
 if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled name
@@ -86,10 +88,11 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled na
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return import_module("importlib.metadata").version("unitrain")
-        if name not in __all__:
+        if name not in __all__ and name not in _FEATURES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = f"features.{_FEATURES[name]}" if name in _FEATURES else _HOMES.get(name, "errors")
         with _without_collections():
-            value = getattr(import_module(f"unitrain.{_HOMES.get(name, 'errors')}"), name)
+            value = getattr(import_module(f"unitrain.{home}"), name)
         globals()[name] = value  # later accesses skip this function
         return value
 
