@@ -162,5 +162,5 @@ def test_every_public_type_is_known(with_recipes: CleanEnvironment) -> None:
 def test_the_changelog_has_the_version() -> None:
     (declared_version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version("unitrain") == declared_version, "run pip install -e . again"
-    dated = rf"^## {re.escape(declared_version)} - \d{{4}}-\d\d-\d\d$"
-    assert re.search(dated, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    heading = rf"^## {re.escape(declared_version)} - (unreleased|\d{{4}}-\d\d-\d\d)$"
+    assert re.search(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

@@ -351,17 +351,17 @@ class Loader:
         """
         if isinstance(self._source, Iterable):
             return self._source.resume(state)
-        if state.get("sorted") != self._sorted:
+        if state["sorted"] != self._sorted:
             raise CheckpointError(
                 f"epoch {state['epoch']} can't continue after {state['consumed']} samples: sort_window, the global "
-                f"batch size and a digest of the lengths, on which the order depends, were {state.get('sorted')} and "
+                f"batch size and a digest of the lengths, on which the order depends, were {state['sorted']} and "
                 f"are now {self._sorted}. Use the same as before, or start a new epoch: set loader.epoch."
             )
         if not self._compared:
             self._source.forget()
         seed, epoch = state["seed"], state["epoch"]
         fits = self._source.plan(seed, epoch).can_start_at(state["consumed"])
-        of_epoch, order = state.get("order") or (None, "")
+        of_epoch, order = state["order"] or (None, "")
         if not fits or (of_epoch == epoch and order != self._source.drawn(seed, epoch)):
             raise CheckpointError(
                 f"epoch {epoch} can't continue after {state['consumed']} samples: the sampler yields other indices or "
