@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from host_commands import blocks_for
 
 kernels = pytest.importorskip("jupyter_client.manager", reason="needs Jupyter's kernel: pip install ipykernel")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::RuntimeWarning:zmq")
@@ -125,6 +126,12 @@ def test_a_function_of_the_notebook_trains_on_two_processes(kernel: Kernel) -> N
     assert "trained on 2 processes\n" in printed
     assert f"{[float(row) for row in range(8)]} <class 'torch.nn.modules.linear.Linear'>\n" in printed
     assert kernel.ranks() == []
+
+
+@pytest.mark.launcher
+def test_the_cell_of_the_page(kernel: Kernel) -> None:
+    [block] = blocks_for(Path(__file__))
+    assert kernel.run(f"{block.text}\nprint(type(model).__name__)") == ("Linear\n", "")
 
 
 @pytest.mark.launcher
