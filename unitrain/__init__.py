@@ -79,8 +79,8 @@ _HOMES = {
     "Meter": "metrics.meter",
     "StepResult": "training.loop.step",
 }
-_FEATURES = {"find_micro_batch_size": "batch_finder", "notebook_launch": "notebook"}
-"""Functions of features, which are not in ``__all__``: each folder can be deleted. Type checkers know them there."""
+_FEATURES = {"find_micro_batch_size": "batch_finder.finder", "notebook_launch": "notebook.launching"}
+"""Functions of features that scripts call by themselves. They are not in ``__all__``: a folder can be deleted."""
 
 
 if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled name
