@@ -16,7 +16,7 @@ from unitrain.checkpoint.sharded.loading import CheckpointView, open_on_all
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
 from unitrain.checkpoint.sharded.saving import Shards, divided, gathered, shared_store
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.located import DamagedError, Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Together, Writer
 from unitrain.errors import CheckpointError, UsageError, by_rank
@@ -290,6 +290,37 @@ class Checkpoint:
             view.close()
             ranks.on_main(partial(search.reject, damage))
         return None
+
+    def go_back(self, found: Located | None) -> bool:
+        """Put modules and optimizers back as they are in a checkpoint of this start of the run. Collective.
+
+        All else stays: positions of loaders, options of optimizers, random number generators, the number of steps.
+
+        Args:
+            found: the checkpoint, on rank 0.
+
+        Returns:
+            False if it is damaged.
+        """
+
+        def open_it() -> OpenCheckpoint | None:
+            try:
+                return None if found is None else opened(found)
+            except DamagedError as error:
+                print_stderr(f"unitrain: {error}")
+                return None
+
+        with self._prepared.training_weights():
+            view = open_on_all(self._communicator, open_it)
+            if view is None:
+                return False
+            damage = view.verify()
+            if damage is None:
+                self.contents.load_weights(view)
+            elif self._communicator.is_main:
+                print_stderr(f"unitrain: {damage}")
+            view.close()
+        return damage is None
 
     def _settle(self, view: CheckpointView, candidates: list[Candidate], *, is_newest: bool) -> tuple[str, str]:
         """Adopt a checkpoint. Return the folder of the candidate that it is ("" if none), and the message's end."""
