@@ -97,7 +97,7 @@ class Checkpoint:
         self._hooks.append(hook)
 
     def _look(self) -> None:
-        self._unclaimed = self._writer.newest = next(iter(self.folder.steps()), None)
+        self._unclaimed = self._writer.look()
         if self._unclaimed is not None:
             self._stopping.request(StopReason())  # before the first step, unless resume or discard is called
 
@@ -163,8 +163,6 @@ class Checkpoint:
                     f"save(best=...) got {by_rank(enumerate(marks))}: decide on a value that is the same on all ranks, "
                     "such as that of strategy.meter() or of a strategy.metric()."
                 )
-            if best:
-                writer.marked = step
             with self._step.replicas.shared_weights():
                 states, together = self._collected(remembered)
                 ranks.on_main(lambda: writer.write(step, states, together, self.about(), best=best))
@@ -195,10 +193,8 @@ class Checkpoint:
         """Remove all checkpoints of earlier runs from the folder. Collective."""
 
         def remove() -> None:
-            for step in self.folder.steps():
-                self.folder.remove(step)
-            self.folder.point_to_best(None)
-            self._unclaimed = self._writer.best = self._writer.newest = None
+            self._writer.discard()
+            self._unclaimed = None
 
         self._communicator.on_main(remove)
         for hook in self._hooks:
@@ -329,7 +325,7 @@ class Checkpoint:
         candidate = next((one for one in candidates if one.found is found), None)
         self._unclaimed = None
         best = best_beside(found.manifest, self.folder) if candidate is None else best_in(self.folder)
-        self._writer.best = best
+        self._writer.adopt(best)
         if is_newest:
             self.folder.point_to_best(best)  # a kill may have come before this
         if candidate is None:

@@ -133,7 +133,8 @@ class MemoryCopies(StepHook, CheckpointHook):
 
     def _put_off(self, step: int) -> None:
         """Record that a step needs no copy."""
-        self._next = step + self._steps - (0 if self._every == "auto" else step % self._steps)
+        if self.active:
+            self._next = step + self._steps - (0 if self._every == "auto" else step % self._steps)
 
     def candidates(self) -> list[Candidate]:
         """Return copies newer than the folder's newest checkpoint on rank 0, the newest first. Collective."""
