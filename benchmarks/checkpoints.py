@@ -185,8 +185,7 @@ def measure_copy(memory: MemoryCopies) -> tuple[float, float]:
     memory.at_boundary()
     stall = time.perf_counter() - start
     assert memory._background is not None
-    assert memory._background.under_way is not None
-    memory._background.under_way.result()
+    memory._background.wait()
     return stall, time.perf_counter() - start
 
 

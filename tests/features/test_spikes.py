@@ -15,7 +15,7 @@ from torch.optim import Adam
 from torch.utils._pytree import tree_leaves
 
 import unitrain
-from unitrain import ConfigError, Stopped, Strategy
+from unitrain import ConfigError, Stopped, Strategy, UsageError
 from unitrain.features.ema import EMA
 from unitrain.training.loop.step import StepResult
 
@@ -82,44 +82,33 @@ def test_a_level_that_stays_is_no_spike_for_long_and_the_first_steps_are_none() 
 # -------------------------------------------------------------------------------------------------------- rewind
 
 
-class Net(nn.Module):
-    """Has BatchNorm, and a counter of its calls that is not in state dicts."""
+SPIKE_AT, COPIED_EVERY = 140, 64
+State = tuple[list[Tensor], list[Tensor], list[Any]]
+"""Tensors of which all ranks have the same, after a rewind at least; moments of this rank; and the learning rate."""
 
-    calls: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+def rewound(folder: str, backend: str, settings: dict[str, Any]) -> tuple[dict[int, State], int]:
+    """Train with a spike; return the state after some steps, and the steps of the run."""
+    copies = {"every": COPIED_EVERY, "folder": f"{folder}/memory"}
+    given: dict[str, Any] = {"on_spike": "rewind", "memory_copies": copies, **settings}
+    with unitrain.init(backend=backend, device="cpu", precision="fp64", timeout_s=60, **given) as strategy:
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-        self.register_buffer("calls", torch.zeros(()), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        out: Tensor = self.layers(x)
-        return out
-
-
-SPIKE_AT = 140
-
-
-def rewound(backend: str, settings: dict[str, Any]) -> tuple[dict[int, list[Tensor]], int]:
-    """Train with a spike; return the state after some steps, the learning rate last, and the steps of the run."""
-    with unitrain.init(backend=backend, device="cpu", precision="fp64", timeout_s=60, **settings) as strategy:
-        model = Net().double()
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer := Adam(model.parameters(), 0.01), 0.99)
         net, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
         average = strategy.add(EMA(net, 0.9))
+        strategy.checkpoint(f"{folder}/run", model=net, optimizer=optimizer, scheduler=scheduler, average=average)
         generator = torch.Generator().manual_seed(strategy.rank)
         after = {}
         for step in range(1, SPIKE_AT + 2):
             inputs = torch.randn(8, 4, generator=generator, dtype=torch.float64)
             factor = 1e4 if step == SPIKE_AT else 1.0
             strategy.step(net(inputs).square().mean() * factor, optimizer, scheduler)
-            if step in (65, SPIKE_AT - 1, SPIKE_AT, SPIKE_AT + 1):
+            if step in (COPIED_EVERY, SPIKE_AT - 1, SPIKE_AT, SPIKE_AT + 1):
                 moments = tree_leaves(list(optimizer.state.values()))
-                tensors = [*net.parameters(), *net.buffers(), *moments, *average.averages]
-                state = [strategy.full_tensor(one.detach()).clone() for one in tensors]
-                after[step] = [*state, torch.tensor(scheduler.get_last_lr())]
+                shared = [*net.parameters(), *net.buffers(), *average.state_dict().values()]
+                whole = [[strategy.full_tensor(one.detach()).clone() for one in some] for some in (shared, moments)]
+                after[step] = whole[0], whole[1], scheduler.get_last_lr()
         return after, strategy.global_step
 
 
@@ -133,25 +122,44 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("world", [pytest.param(one, marks=HOROVOD if one == "horovod" else ()) for one in WORLDS])
-def test_a_rewind_goes_back_to_the_older_copy_with_everything_but_the_schedule(
-    world: str, capfd: pytest.CaptureFixture[str]
+def test_a_rewind_goes_back_to_a_copy_in_memory_with_everything_but_the_schedule(
+    world: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     backend, settings = WORLDS[world]
-    given = (backend, {"on_spike": "rewind", **settings})
+    given = (str(tmp_path), backend, settings)
     runs = (
         [rewound(*given)]
         if backend == "single"
         else run_ranks(rewound, *given, launcher="horovodrun" if backend == "horovod" else "spawn")
     )
     for after, steps in runs:
-        # Without a loader, the first boundary is after a step: copies are of steps 1, 65 and 129.
-        *expected, _ = after[65]
-        (*_, rate_before), (*back, rate_then), (*on, rate_after) = (after[SPIKE_AT + i] for i in (-1, 0, 1))
-        assert all(map(torch.equal, back, expected))
+        (_, _, rate_before), (back, moments, rate_then), (on, _, rate_after) = (after[SPIKE_AT + i] for i in (-1, 0, 1))
+        assert all(map(torch.equal, back, runs[0][0][COPIED_EVERY][0])), "copies are of steps 64 and 128"
+        assert all(map(torch.equal, moments, after[COPIED_EVERY][1]))
         assert not any(torch.equal(now, then) for now, then in zip(on, back, strict=True) if now.numel() > 1)
         assert rate_then == rate_before > rate_after
         assert steps == SPIKE_AT + 1
-    assert capfd.readouterr().out.count("The weights are those after step 65 again, and the next batch follows") == 1
+    assert capfd.readouterr().out.count("The weights are those after step 64 again, and the next batch follows") == 1
+
+
+def test_a_rewind_needs_copies_in_memory(tmp_path: Path) -> None:
+    said = r"on_spike is 'rewind', and memory_copies\.every is 0; .*: rewind goes back to a copy in memory"
+    with pytest.raises(ConfigError, match=said):
+        unitrain.init(backend="single", on_spike="rewind", memory_copies={"every": 0})
+    said = r"memory_copies\.every is 1000, .*: set it to auto, or to 128 at most"
+    rare = strategy_of(on_spike="rewind", memory_copies={"every": 1000})
+    with rare as strategy, pytest.raises(ConfigError, match=said):
+        strategy.checkpoint(tmp_path, model=nn.Linear(1, 1))
+    with strategy_of(on_spike="rewind") as strategy, pytest.raises(UsageError, match=r"call strategy\.checkpoint"):
+        train(strategy, usual(1))
+
+
+def test_a_step_is_skipped_where_no_copy_is_old_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with strategy_of(on_spike="rewind", memory_copies={"folder": str(tmp_path / "memory"), "every": 50}) as strategy:
+        strategy.checkpoint(tmp_path / "run", model=nn.Linear(1, 1))
+        results, _ = train(strategy, [*usual(NORMAL), 3.0, 0.01])
+    assert [result.skipped for result in results[-2:]] == [True, False]
+    assert "The step was skipped on all ranks." in capsys.readouterr().out
 
 
 def on_ranks(folder: str, backend: str, factors: list[float]) -> list[bool]:

@@ -599,7 +599,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "exact_randomness": st.just(False),
         "deterministic": st.booleans(),
         "accumulate": st.integers(1),
-        "on_spike": st.sampled_from(["ignore", "warn", "skip", "rewind", "stop"]),
+        "on_spike": st.sampled_from(["ignore", "warn", "skip", "stop"]),
         "shares": or_none(st.lists(st.integers(1, 1000), min_size=1).map(tuple)),
         "clip_norm": or_none(positive()),
         "clip_value": or_none(positive()),

@@ -16,7 +16,7 @@ from unitrain.checkpoint.sharded.loading import CheckpointView, open_on_all
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
 from unitrain.checkpoint.sharded.saving import Shards, divided, gathered, shared_store
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.located import DamagedError, Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Together, Writer
 from unitrain.errors import CheckpointError, UsageError, by_rank
@@ -97,7 +97,7 @@ class Checkpoint:
         self._hooks.append(hook)
 
     def _look(self) -> None:
-        self._unclaimed = self._writer.newest = next(iter(self.folder.steps()), None)
+        self._unclaimed = self._writer.look()
         if self._unclaimed is not None:
             self._stopping.request(StopReason())  # before the first step, unless resume or discard is called
 
@@ -163,8 +163,6 @@ class Checkpoint:
                     f"save(best=...) got {by_rank(enumerate(marks))}: decide on a value that is the same on all ranks, "
                     "such as that of strategy.meter() or of a strategy.metric()."
                 )
-            if best:
-                writer.marked = step
             with self._step.replicas.shared_weights():
                 states, together = self._collected(remembered)
                 ranks.on_main(lambda: writer.write(step, states, together, self.about(), best=best))
@@ -195,10 +193,8 @@ class Checkpoint:
         """Remove all checkpoints of earlier runs from the folder. Collective."""
 
         def remove() -> None:
-            for step in self.folder.steps():
-                self.folder.remove(step)
-            self.folder.point_to_best(None)
-            self._unclaimed = self._writer.best = self._writer.newest = None
+            self._writer.discard()
+            self._unclaimed = None
 
         self._communicator.on_main(remove)
         for hook in self._hooks:
@@ -291,6 +287,37 @@ class Checkpoint:
             ranks.on_main(partial(search.reject, damage))
         return None
 
+    def go_back(self, found: Located | None) -> bool:
+        """Put modules and optimizers back as they are in a checkpoint of this start of the run. Collective.
+
+        All else stays: positions of loaders, options of optimizers, random number generators, the number of steps.
+
+        Args:
+            found: the checkpoint, on rank 0.
+
+        Returns:
+            False if it is damaged.
+        """
+
+        def open_it() -> OpenCheckpoint | None:
+            try:
+                return None if found is None else opened(found)
+            except DamagedError as error:
+                print_stderr(f"unitrain: {error}")
+                return None
+
+        with self._prepared.training_weights():
+            view = open_on_all(self._communicator, open_it)
+            if view is None:
+                return False
+            damage = view.verify()
+            if damage is None:
+                self.contents.load_weights(view)
+            elif self._communicator.is_main:
+                print_stderr(f"unitrain: {damage}")
+            view.close()
+        return damage is None
+
     def _settle(self, view: CheckpointView, candidates: list[Candidate], *, is_newest: bool) -> tuple[str, str]:
         """Adopt a checkpoint. Return the folder of the candidate that it is ("" if none), and the message's end."""
         assert view.saved is not None
@@ -298,7 +325,7 @@ class Checkpoint:
         candidate = next((one for one in candidates if one.found is found), None)
         self._unclaimed = None
         best = best_beside(found.manifest, self.folder) if candidate is None else best_in(self.folder)
-        self._writer.best = best
+        self._writer.adopt(best)
         if is_newest:
             self.folder.point_to_best(best)  # a kill may have come before this
         if candidate is None:

@@ -259,6 +259,14 @@ class Contents:
             if part.key in view.outlines:  # another tool has no loaders
                 part.load(view.state(part.key))
 
+    def load_weights(self, view: CheckpointView) -> None:
+        """Load modules and the states of optimizers, whose options stay as they are. Collective."""
+        for name, part in sorted(self.of_objects.items()):
+            if isinstance(part, OptimizerPart):
+                part.load_with_options(view.state(name))
+            elif isinstance(part, ModulePart):
+                part.load(view.state(name))
+
 
 def _modules(objects: Mapping[str, ObjectPart]) -> dict[str, nn.Module]:
     return {name: part.module for name, part in objects.items() if isinstance(part, ModulePart)}

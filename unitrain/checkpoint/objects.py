@@ -168,6 +168,13 @@ class OptimizerPart(ObjectPart):
         saved.load_into(self.optimizer)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
 
+    def load_with_options(self, saved: SavedState) -> None:
+        """Load a saved state, but leave the options of the parameter groups as they are. Collective."""
+        options = self.remember()
+        self.load(saved)
+        for group, kept in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(kept)
+
     def remember(self) -> Any:
         """Return a copy of the options of the parameter groups."""
         groups = self.optimizer.param_groups

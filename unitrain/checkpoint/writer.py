@@ -84,6 +84,10 @@ class Writer:
         background: whether to write them in a thread.
         patience_s: how long ranks that write a checkpoint together wait for one another.
         failed: called in the background when a checkpoint could not be written.
+
+    Attributes:
+        folder: as the argument.
+        newest: the step of the newest checkpoint in the folder that this process knows of; on rank 0 only.
     """
 
     def __init__(
@@ -101,11 +105,26 @@ class Writer:
         self._failed = failed
         self._background = Background("checkpoint") if background else None
         self._began = False
-        self.under_way: Future[None] | None = None  # written in the background, and not finished yet
-        self.best: int | None = None  # the best checkpoint that is complete; on rank 0 only
-        self.newest: int | None = None  # the newest one in the folder that this process knows of; on rank 0 only
-        self.resumed_from: int | None = None
-        self.marked: int | None = None  # what this run saved as the best last, or is saving
+        self._under_way: Future[None] | None = None  # written in the background, and not finished yet
+        self._best: int | None = None  # the best checkpoint that is complete; on rank 0 only
+        self._resumed_from: int | None = None
+        self.newest: int | None = None
+
+    def look(self) -> int | None:
+        """Return the step of the newest checkpoint in the folder, which an earlier start has written."""
+        self.newest = next(iter(self.folder.steps()), None)
+        return self.newest
+
+    def adopt(self, best: int | None) -> None:
+        """Keep this checkpoint in the folder as the best one, until another is marked. On rank 0."""
+        self._best = best
+
+    def discard(self) -> None:
+        """Remove all checkpoints from the folder. On rank 0."""
+        for step in self.folder.steps():
+            self.folder.remove(step)
+        self.folder.point_to_best(None)
+        self._best = self.newest = None
 
     def write(
         self, step: int, parts: dict[str, Any], together: Together | None, about: Mapping[str, Any], *, best: bool
@@ -132,7 +151,7 @@ class Writer:
         if self._background is None:
             write(on_host(state))
             return
-        self.under_way = writing = self._background.run(state, write)
+        self._under_way = writing = self._background.run(state, write)
         writing.add_done_callback(lambda done: None if done.exception() is None else self._failed())
 
     def _write(
@@ -144,12 +163,12 @@ class Writer:
         about: Mapping[str, Any],
         best: bool,
     ) -> None:
-        best_step = step if best else self.best
+        best_step = step if best else self._best
         about = {**about, "best": best_step}
         self.folder.check()
-        if not self._began and self.resumed_from is not None:
+        if not self._began and self._resumed_from is not None:
             for newer in self.folder.steps():  # later ones of this run would not be the newest
-                if newer > self.resumed_from:
+                if newer > self._resumed_from:
                     self.folder.remove(newer)
         self._began = True
         if together is None:
@@ -159,35 +178,34 @@ class Writer:
             others = partial(write_all, together.draft, shards, together.writers, self._patience_s)
             self.folder.write(step, parts, about, together.draft, others)
         self.newest = step
-        self.best = best_step  # not before: what was the best is kept if this one can't be written
+        self._best = best_step  # not before: what was the best is kept if this one can't be written
         self.folder.point_to_best(best_step)
         self.folder.prune(self._keep, best_step)
 
     def finish(self) -> None:
         """Wait until the checkpoint in the background is written. Raises CheckpointError if it could not be."""
-        error = None if self.under_way is None else self.under_way.exception()
-        self.under_way = None
+        error = None if self._under_way is None else self._under_way.exception()
+        self._under_way = None
         if error is not None:
             raise CheckpointError(str(error)) from error
 
     def go_on_from(self, step: int) -> None:
         """Continue with the checkpoint of a step, as a branch of its own: later checkpoints are another's."""
-        self.resumed_from = step
-        self.marked = None
+        self._resumed_from = step
         self._began = False
 
     def close(self, *, wait: bool) -> None:
         """End the background, after what is under way, which is waited for if ``wait`` is set. Release the folder."""
         if self._background is not None:
             self._background.close(wait=wait)
-        self.release()
+        self._release()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Let other jobs use the folder, once what is under way is written."""
-        if self.under_way is None:
+        if self._under_way is None:
             self.folder.release()
         else:
-            self.under_way.add_done_callback(lambda _: self.folder.release())
+            self._under_way.add_done_callback(lambda _: self.folder.release())
 
 
 # -------------------------------------------------------------------------------------------------------- host memory

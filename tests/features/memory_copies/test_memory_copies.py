@@ -221,6 +221,18 @@ def test_without_room_training_goes_on(
     assert len(re.findall(rf"no more copies of the state in memory: .*{why}", said)) == 1, said
 
 
+def test_without_copies_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    for step in (0, 1):
+        with unitrain.init(backend="single", device="cpu", memory_copies={"every": 0}) as strategy:
+            model = strategy.prepare(nn.Linear(1, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            checkpoint = strategy.checkpoint(tmp_path, model=model, optimizer=optimizer)
+            assert checkpoint.resume() == (step > 0)
+            strategy.step(model(torch.ones(1, 1)).sum(), optimizer)
+            assert strategy.global_step == step + 1
+            checkpoint.save()
+
+
 def test_others_may_not_use_the_folder(tmp_path: Path) -> None:
     with unitrain.init(backend="single", device="cpu") as strategy:
         store = MemoryStore(strategy.communicator, "a run", str(tmp_path))

@@ -95,7 +95,6 @@ class EMA(nn.Module, Feature):
         for name, weight in self._named.items():
             if id(weight) not in saved:
                 raise UsageError(f"ema: the model's state_dict() lacks {name}, so its average could not be saved.")
-        sockets.followers += self.averages
         super().plug_in(sockets)
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:

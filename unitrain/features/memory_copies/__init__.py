@@ -41,3 +41,5 @@ def attach(checkpoint: Checkpoint, sockets: Sockets) -> None:
     copies = MemoryCopies(checkpoint, sockets, key)
     checkpoint.add_hook(copies)
     sockets.hooks.add_hook(copies)
+    if copies.active:
+        sockets.ways_back.append(copies)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
@@ -24,7 +24,7 @@ from unitrain.checkpoint.store.store import folder_name
 from unitrain.checkpoint.writer import Background
 from unitrain.communication.communicator import Communicator
 from unitrain.data.structure import tensors
-from unitrain.errors import CheckpointError
+from unitrain.errors import CheckpointError, ConfigError
 from unitrain.features.memory_copies import Settings
 from unitrain.process import print_stderr
 from unitrain.training.hooks import StepHook
@@ -39,6 +39,7 @@ _SHARE = 0.01  # of the time, which copies may take
 _AT_FIRST = 10  # steps between the first copy and the second, when the cost of one is known
 _POLL_S = 0.01
 _PART_OF_ROOM = 4
+_MARKS = 2  # copies that are kept to go back to
 
 
 class MemoryCopies(StepHook, CheckpointHook):
@@ -48,6 +49,9 @@ class MemoryCopies(StepHook, CheckpointHook):
         checkpoint: whose states are copied.
         sockets: of the run.
         key: the job's, with which hosts prove to each other that they belong to it; None in a world of one.
+
+    Attributes:
+        active: whether copies are made.
     """
 
     name = "memory_copies"
@@ -62,21 +66,27 @@ class MemoryCopies(StepHook, CheckpointHook):
         self._pulse = self._ranks.collectives.pulse
         self._every = Settings.of(sockets.config).memory_copies.every
         # While ranks train apart, none has the weights of all.
-        self._copies: bool = not sockets.replicas.differ if self._every == "auto" else self._every > 0
+        self.active: bool = not sockets.replicas.differ if self._every == "auto" else self._every > 0
         if self._every == 0 and self._ranks.is_main:
             with suppress(OSError, CheckpointError):
                 self._folder.store.remove(_ID)  # what is in memory is not to come back later
         self._store: MemoryStore | None = None
         self._background: Background | None = None
         self._neighbour: Neighbour | None = None
+        self._settings = sockets.config.model_dump(mode="json")
         self._run = ""
         self._life = 0  # which start of the run this is
         self._next = self._steps = 1 if self._every == "auto" else int(self._every)
         self._last: tuple[int, float] | None = None  # the step of the last copy, and when it was made
         self._cost_s = 0.0  # what that took
-        self._unwritten = False  # it may not be complete yet, and is to be before ``every`` steps are made
         self._newest = self._kept = ""  # the last copy, and the last that is known to be complete
+        self._marks: list[tuple[int, str]] = []  # complete copies to go back to, with their steps
         self._why = ""  # the last one failed on this rank
+        if self._every != "auto" and self._every > 2 * sockets.goes_back > 0:
+            raise ConfigError(
+                f"memory_copies.every is {self._every}, but this run goes back {sockets.goes_back} steps or more at a "
+                f"spike, to a copy in memory: set it to auto, or to {2 * sockets.goes_back} at most."
+            )
         self._begin()
 
     def label(self) -> dict[str, Any]:
@@ -89,7 +99,7 @@ class MemoryCopies(StepHook, CheckpointHook):
             self._run, self._life = self._ranks.on_main(self._draw)
 
     def _draw(self) -> tuple[str, int]:
-        run, life = self._known() or (uuid4().hex if self._copies else "", 0)
+        run, life = self._known() or (uuid4().hex if self.active else "", 0)
         if run:
             with self._folder.store.explained(f"{self._folder.store.shown(_ID)} can't be written"):
                 self._folder.store.put(_ID, json.dumps({"run": run, "life": life + 1}).encode())
@@ -110,7 +120,8 @@ class MemoryCopies(StepHook, CheckpointHook):
 
     def resumed(self, step: int, folder: str) -> None:
         """Continue after the step of a copy, or of a checkpoint. Collective."""
-        self._kept, self._newest, self._last, self._unwritten = folder, "", None, False
+        self._kept, self._newest, self._last = folder, "", None
+        self._marks = []
         if self._background is not None:  # its copies of later steps are another branch's
             self._begin()
         self._put_off(step)
@@ -122,7 +133,8 @@ class MemoryCopies(StepHook, CheckpointHook):
 
     def _put_off(self, step: int) -> None:
         """Record that a step needs no copy."""
-        self._next = step + self._steps - (0 if self._every == "auto" else step % self._steps)
+        if self.active:
+            self._next = step + self._steps - (0 if self._every == "auto" else step % self._steps)
 
     def candidates(self) -> list[Candidate]:
         """Return copies newer than the folder's newest checkpoint on rank 0, the newest first. Collective."""
@@ -141,7 +153,7 @@ class MemoryCopies(StepHook, CheckpointHook):
         run, life, step = self._ranks.on_main(look)
         if not run or self._meet().why:
             return []
-        return self._meet().recall(run, (life, step), self._sockets.config.model_dump(mode="json"))
+        return self._meet().recall(run, (life, step), self._settings)
 
     def _meet(self) -> MemoryStore:
         if self._store is None:
@@ -151,19 +163,12 @@ class MemoryCopies(StepHook, CheckpointHook):
 
     def at_boundary(self) -> None:
         """Copy the state if it is time to."""
-        if not self._copies:
-            return
-        step = self._pulse.step
-        if step >= self._next:
+        if self.active and self._pulse.step >= self._next:
             with self._pulse.within("a copy in memory"), self._sockets.prepared.training_weights():
                 self._copy()
-        # With a number of steps, no rank begins one that would be lost in addition.
-        if self._unwritten and self._last is not None and step + 1 >= self._last[0] + int(self._every):
-            with self._pulse.within("a copy in memory"):
-                self._unwritten = False
-                if self._background is not None:
+                if self._every == 1 and self._background is not None:
                     self._background.wait()
-                self._ranks.barrier()
+                    self._ranks.barrier()  # no rank begins a step that would be lost in addition
 
     def _copy(self) -> None:
         ranks, step, began = self._ranks, self._pulse.step, time.perf_counter()
@@ -175,11 +180,12 @@ class MemoryCopies(StepHook, CheckpointHook):
             return
         if self._every == "auto":
             self._steps = steps_between(max(ratio for _, _, ratio, *_ in answers))
+            if self._sockets.goes_back:
+                self._steps = min(self._steps, self._sockets.goes_back)
         self._put_off(step)
         if any(answer[0] for answer in answers):
             return
-        if self._newest:
-            self._kept = self._newest
+        self._keep_newest()
         parts, shards = self._checkpoint.divided(self._checkpoint.contents.collect())
         store, writers = self._meet(), ranks.world_size // ranks.sharding.replicas if shards else 1
         if shards is not None:
@@ -195,18 +201,41 @@ class MemoryCopies(StepHook, CheckpointHook):
         self._newest = f"{folder_name(step)}.{self._life}"
         note = {"run": self._run, "step": step, "life": self._life, "saved": answers[0][3], "writers": writers}
         note["about"] = {**self._checkpoint.about(), "best": None}
-        name, kept = self._newest, self._kept
+        name, kept = self._newest, [self._kept, *(marked for _, marked in self._marks)]
         try:
             self._background.run(state, lambda copied: self._write(name, kept, part, copied, shards, note))
         except Exception as error:  # a state may have anything in it
             self._why = f"rank {ranks.rank} on {store.host[ranks.rank]} can't copy its state: {error}"
         self._cost_s, self._last = time.perf_counter() - began, (step, time.perf_counter())
-        self._unwritten = self._every != "auto"
+
+    def _keep_newest(self) -> None:
+        """Keep the last copy, which is complete on all ranks; to go back to, too, if the one before is old enough."""
+        if not self._newest or self._last is None:
+            return
+        self._kept, step, distance = self._newest, self._last[0], self._sockets.goes_back
+        if distance and (not self._marks or step >= self._marks[-1][0] + distance):
+            self._marks = [*self._marks, (step, self._kept)][-_MARKS:]
+
+    def go_back(self, before: int) -> int | None:
+        """See ``WayBack.go_back``."""
+        with self._pulse.within("going back to a copy in memory"):
+            if self._background is not None:
+                self._background.wait()
+            if not any(self._ranks.all_gather_data(self._why)):
+                self._keep_newest()
+            old = [mark for mark in self._marks if mark[0] <= before]
+            if not old:
+                return None
+            step, name = old[-1]
+            if not self._checkpoint.go_back(self._meet().recalled(name, self._run, self._settings)):
+                return None
+        self._marks = old  # later ones are of the state that was left
+        return step
 
     def _off(self, why: str) -> bool:
         """Make no more copies if there is a reason."""
         if why:
-            self._copies = False
+            self.active = False
             if self._ranks.is_main:
                 print_stderr(
                     f"unitrain: no more copies of the state in memory: {why}. A failure costs what was trained since "
@@ -225,7 +254,7 @@ class MemoryCopies(StepHook, CheckpointHook):
         at, why = leaders.index(store.leader[ranks.rank]), ""
         several = ranks.sharding.any and len(leaders) > 1
         needed, room = totals[at] + (totals[at - 1] if several else 0), store.room()
-        if needed > room / _PART_OF_ROOM:
+        if needed > room / (_PART_OF_ROOM + (_MARKS if self._sockets.goes_back else 0)):
             why = (
                 f"{store.host[ranks.rank]} would keep {needed} bytes, and several copies, where {room} are free "
                 f"({store.disk}; memory_copies.folder may name another folder)"
@@ -236,15 +265,21 @@ class MemoryCopies(StepHook, CheckpointHook):
         return why
 
     def _write(
-        self, name: str, kept: str, number: int | None, state: Any, shards: Shards | None, note: dict[str, Any]
+        self,
+        name: str,
+        kept: Sequence[str],
+        number: int | None,
+        state: Any,
+        shards: Shards | None,
+        note: dict[str, Any],
     ) -> None:
-        """Write this rank's part of a copy, in the background. Remove others than this one and ``kept``."""
+        """Write this rank's part of a copy, in the background. Remove others than this one and those ``kept``."""
         store, rank = self._meet(), self._ranks.rank
         leads = store.leader[rank] == rank
         try:
             store.make()
             if leads:
-                store.keep_only(name, kept)
+                store.keep_only(name, *kept)
             store.disk.make(name)
             if number is not None:
                 draft = Draft(store.disk, name)
@@ -275,8 +310,7 @@ class MemoryCopies(StepHook, CheckpointHook):
 
     def closed(self) -> None:
         """Remove the copies: what is to be kept is saved. Collective. Further calls do nothing."""
-        self._copies = False
-        self._sockets.hooks.remove_hook(self)
+        self.active = False
         if self._background is not None:
             self._background.close(wait=True)
         if self._store is not None:
@@ -285,7 +319,10 @@ class MemoryCopies(StepHook, CheckpointHook):
             self._store = None
 
     def abandon(self) -> None:
-        """End the background without waiting for it."""
+        """Make no more copies, without waiting for the last one."""
+        self._sockets.hooks.remove_hook(self)
+        if self in self._sockets.ways_back:
+            self._sockets.ways_back.remove(self)
         if self._background is not None:
             self._background.close(wait=False)
 

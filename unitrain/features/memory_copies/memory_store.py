@@ -137,15 +137,7 @@ class MemoryStore:
             after: start and step of the newest checkpoint in the run's folder. Older copies are left out.
             settings: the strategy's settings.
         """
-        ranks = self._ranks
-        leads = self.leader[ranks.rank] == ranks.rank
-        own_notes: list[Any] = [tuple(one) for one in self._notes(run, settings)] if leads else []
-        holders: dict[str, dict[int, dict[int, Note]]] = {}
-        for holder, notes in enumerate(ranks.all_gather_data(own_notes)):
-            for note in (Note(*one) for one in notes):
-                own = holders.setdefault(note.copy, {}).setdefault(note.rank, {})
-                if all(note.digest == other.digest for other in own.values()):
-                    own[holder] = note
+        holders = self._holders(run, settings)
         found: list[Candidate] = []
         for copy in sorted(holders, key=lambda name: _newness(holders[name]), reverse=True)[:_MOST_SETS]:
             by_rank = holders[copy]
@@ -160,6 +152,27 @@ class MemoryStore:
                 names = dict.fromkeys(self.host[holder] for own in by_rank.values() for holder in own)
                 found.append(Candidate(located, f"in the memory of {' and '.join(names)}"))
         return found
+
+    def recalled(self, copy: str, run: str, settings: dict[str, Any]) -> Located | None:
+        """Make a copy of this run a checkpoint, and return it on rank 0; None if it is not complete. Collective."""
+        by_rank = self._holders(run, settings).get(copy)
+        return None if by_rank is None else self._completed(copy, by_rank)
+
+    def _holders(self, run: str, settings: dict[str, Any]) -> dict[str, dict[int, dict[int, Note]]]:
+        """Return the notes of a run's copies by copy, by the rank that has written, by the rank that has the files.
+
+        Collective.
+        """
+        ranks = self._ranks
+        leads = self.leader[ranks.rank] == ranks.rank
+        own_notes: list[Any] = [tuple(note) for note in self._notes(run, settings)] if leads else []
+        holders: dict[str, dict[int, dict[int, Note]]] = {}
+        for holder, notes in enumerate(ranks.all_gather_data(own_notes)):
+            for note in (Note(*fields) for fields in notes):
+                copies = holders.setdefault(note.copy, {}).setdefault(note.rank, {})
+                if all(note.digest == other.digest for other in copies.values()):
+                    copies[holder] = note
+        return holders
 
     def _notes(self, run: str, settings: dict[str, Any]) -> list[Note]:
         """Return the notes on this host of a run, if their files are there."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-
-from torch import Tensor
+from typing import Protocol
 
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
@@ -54,6 +53,19 @@ class Replicas:
         """Raise UsageError for a call that needs one model on all ranks, if they have several."""
 
 
+class WayBack(Protocol):
+    """Keeps earlier states of the run, to which weights can go back while the training goes on."""
+
+    def go_back(self, before: int) -> int | None:
+        """Put weights and optimizers back as they were after the newest step that is kept, up to ``before``.
+
+        The options of optimizers, such as the learning rate, stay. Collective; between two steps.
+
+        Returns:
+            The step; None if none is kept that is so old.
+        """
+
+
 class Sockets:
     """What a feature may use (the first five), and what it plugs into.
 
@@ -69,7 +81,8 @@ class Sockets:
         verdicts: what may forbid a step.
         parts: makes what checkpoints have in files of their own.
         states: small states by name, which checkpoints have with that of the run.
-        followers: tensors that follow the weights, such as averages of them: what puts weights back takes these along.
+        ways_back: what can put an earlier state back.
+        goes_back: how many steps a feature wants to be able to go back, at least; 0 for none.
     """
 
     def __init__(
@@ -92,4 +105,5 @@ class Sockets:
         self.verdicts: list[Verdict] = []
         self.parts: list[MakePart] = []
         self.states: States = States()
-        self.followers: list[Tensor] = []
+        self.ways_back: list[WayBack] = []
+        self.goes_back: int = 0
