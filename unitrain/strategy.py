@@ -91,6 +91,7 @@ class Strategy:
         pass_boundary = self._job.stopping.pass_boundary
         self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config)
         self._hooks = sockets.hooks
+        sockets.passes.append(self._precision)
         for feature in features.make(config):
             feature.plug_in(sockets)
         if self._precision.scaler is not None:
@@ -113,7 +114,7 @@ class Strategy:
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
-            self._precision,
+            sockets.passes,
             self._prepared,
             self._step.windows.register,
             self._step.batches.current_batch,
@@ -686,7 +687,7 @@ class Strategy:
             with module.swapped() as averaged:
                 return self.export(averaged)
         with self._step.replicas.shared_weights("export()"):
-            return preparation.export(self._prepared.unwrap(module), self._backend)
+            return preparation.export(self._prepared.unwrap(module), self._backend, self._sockets.passes)
 
     # -------------------------------------------------------------------------------------------------- life time
 

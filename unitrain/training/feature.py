@@ -7,13 +7,15 @@ from typing import Any
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.judge import Verdict
 from unitrain.training.loop.sockets import Sockets
+from unitrain.training.models.passes import ModulePass
 
 
 class Feature(StepHook, Verdict):
     """A capability that is added to a run with ``strategy.add``. A subclass overrides what it needs.
 
     It is notified around each step (the methods of ``StepHook``), may forbid a step on all ranks (those of
-    ``Verdict``), and may have a state that checkpoints save and resume.
+    ``Verdict``), and may have a state that checkpoints save and resume. One that changes modules in ``prepare`` is a
+    ``ModulePass`` as well.
 
     Attributes:
         name: of its state in checkpoints; "" if it has none. It is unique among the features of a run.
@@ -46,6 +48,8 @@ class Feature(StepHook, Verdict):
         """
         sockets.hooks.add_hook(self)
         sockets.verdicts.append(self)
+        if isinstance(self, ModulePass):
+            sockets.passes.append(self)
         if self.name:
             sockets.states.add(self.name, self)
 

@@ -22,6 +22,7 @@ from unitrain.training.hooks import StepHook
 from unitrain.training.loop.checks import CopyCheck
 from unitrain.training.loop.weights import Losses
 from unitrain.training.loop.window import Window
+from unitrain.training.models.passes import ModulePass
 
 WAITING = "step"  # phase of the pulse while gradients are averaged
 Finish = Callable[[bool], None]
@@ -82,21 +83,29 @@ class _Progress:
 class GradientAveraging(Averaging):
     """Averages gradients in every backward that ends a window.
 
+    ``passes`` are what ``prepare`` changes of modules; more may be added.
+
     Attributes:
         armed: whether the next backward communicates.
     """
 
     in_step = True
 
-    def __init__(self, communicator: Communicator, backend: Backend, config: StrategyConfig) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        backend: Backend,
+        config: StrategyConfig,
+        passes: Sequence[ModulePass] = (),
+    ) -> None:
         super().__init__(communicator.world_size if backend.gradient_reduction == "mean" else 1)
         self._backend = backend
+        self._passes = passes
+        self._synchronises = config.sync_batchnorm
         self._collectives, self._sharding = communicator.collectives, communicator.sharding
         self._pulse = self._collectives.pulse
         self._accumulates = config.accumulate > 1
         self._wire_dtype = HALF_DTYPES.get(config.compression)
-        # Libraries that match calls by order would confuse buckets with the collectives of synchronised layers.
-        self._overlap = backend.matches_by_name or not config.sync_batchnorm
         self._finishers: dict[Parameter, Finish] = {}
         self._reducers: list[GradientReducer] = []
         self._copies = CopyCheck(communicator)
@@ -120,13 +129,15 @@ class GradientAveraging(Averaging):
         return list(dict.fromkeys(self._finishers[p] for p in parameters))
 
     def _bucketed(self, parameters: Sequence[Parameter]) -> Finish:
+        # Libraries that match calls by order would confuse buckets with the collectives of layers.
+        communicates = self._synchronises or any(each.communicates for each in self._passes)
         reducer = GradientReducer(
             parameters,
             self._collectives,
             armed=lambda: self.armed,
             name=f"gradients.{len(self._reducers)}",
             wire_dtype=self._wire_dtype,
-            overlap=self._overlap,
+            overlap=self._backend.matches_by_name or not communicates,
         )
         self._reducers.append(reducer)
         return lambda late: reducer.finish()

@@ -12,6 +12,7 @@ from unitrain.training.hooks import Hooks
 from unitrain.training.loop.averaging import Averaging, GradientAveraging
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.judge import Verdict
+from unitrain.training.models.passes import ModulePass
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.state_parts import MakePart, States
 
@@ -76,6 +77,7 @@ class Sockets:
         config: the settings.
         batches: the batches that loaders have yielded.
         hooks: what happens around the steps.
+        passes: what ``prepare`` changes of modules.
         averaging: how gradients are averaged. A feature may replace it before the first step.
         replicas: whether the ranks have one model. A feature may replace it before the first step.
         verdicts: what may forbid a step.
@@ -98,8 +100,11 @@ class Sockets:
         self.config: StrategyConfig = config
         self.batches: OpenBatches = OpenBatches()
         self.hooks: Hooks = Hooks()
+        self.passes: list[ModulePass] = []
         self.averaging: Averaging = (
-            GradientAveraging(communicator, backend, config) if communicator.world_size > 1 else Averaging()
+            GradientAveraging(communicator, backend, config, self.passes)
+            if communicator.world_size > 1
+            else Averaging()
         )
         self.replicas: Replicas = Replicas()
         self.verdicts: list[Verdict] = []

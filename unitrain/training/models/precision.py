@@ -16,6 +16,7 @@ from unitrain.config import Precision as PrecisionName
 from unitrain.device import HALF_DTYPES, devices_of, precise
 from unitrain.errors import ConfigError
 from unitrain.training.gradients.sharded_scaler import ShardedScaler
+from unitrain.training.models.passes import ModulePass
 
 _HANDLES = "unitrain_hooks"  # an attribute of modules: a deep copy has handles of its own hooks
 
@@ -77,7 +78,7 @@ def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, A
     return _to_double(args), _to_double(kwargs)
 
 
-class Precision:
+class Precision(ModulePass):
     """The precision of a run: fp32, fp64, or float32 weights with autocast to bf16 or fp16.
 
     ``sharded`` is the communicator if each rank has a part of every parameter.
@@ -85,6 +86,8 @@ class Precision:
     Attributes:
         scaler: the GradScaler of fp16, else None.
     """
+
+    place = 40
 
     def __init__(self, name: PrecisionName, device: torch.device, sharded: Communicator | None = None) -> None:
         self._device_type = device.type

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,8 @@ from unitrain.training.models import activation_checkpointing, comparison, suppo
 from unitrain.training.models.compile import compile_in_place
 from unitrain.training.models.exact_randomness import ExactRandomness
 from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
-from unitrain.training.models.precision import Precision, remove_hooks
+from unitrain.training.models.passes import ModulePass
+from unitrain.training.models.precision import remove_hooks
 from unitrain.training.models.prepared import PreparedModules
 
 
@@ -38,7 +39,7 @@ class Preparation:
         self,
         communicator: Communicator,
         backend: Backend,
-        precision: Precision,
+        passes: Sequence[ModulePass],
         prepared: PreparedModules,
         register: Callable[[Optimizer], object],
         current_batch: CurrentBatch,
@@ -49,7 +50,7 @@ class Preparation:
     ) -> None:
         self._communicator = communicator
         self._backend = backend
-        self._precision = precision
+        self._passes = passes
         self._prepared = prepared
         self._register = register
         self._current_batch = current_batch
@@ -65,6 +66,9 @@ class Preparation:
         modules = [one for one in objects if isinstance(one, nn.Module)]
         wanted = self._config.activation_checkpointing
         blocks = activation_checkpointing.blocks(modules, wanted) if modules and wanted else []
+        if modules:
+            for each in in_order(self._passes):
+                each.inspect(modules)
         done = {i: self._module(one, blocks, initialise) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
         for one in objects:
             if isinstance(one, Optimizer):
@@ -99,7 +103,8 @@ class Preparation:
         )
         for block in set(blocks).intersection(module.modules()):
             activation_checkpointing.apply(block)
-        self._precision.apply(module)
+        for each in in_order(self._passes):
+            each.apply(module)
         if self._randomness is not None:
             self._randomness.apply(module)
         if self._communicator.world_size > 1:
@@ -164,9 +169,16 @@ class Preparation:
         self._register(optimizer)
 
 
-def export(module: nn.Module, backend: Backend) -> nn.Module:
+def in_order(passes: Iterable[ModulePass]) -> list[ModulePass]:
+    """Return passes in the order in which they are applied."""
+    return sorted(passes, key=lambda each: each.place)
+
+
+def export(module: nn.Module, backend: Backend, passes: Iterable[ModulePass]) -> nn.Module:
     """Return a plain copy of an original module on the CPU, in eval mode. Collective if it is sharded."""
     plain = backend.sharding.copy_module(module).cpu().eval()
+    for each in reversed(in_order(passes)):
+        each.revert(plain)
     activation_checkpointing.revert(plain)
     batch_norm.revert(plain)
     remove_hooks(plain)

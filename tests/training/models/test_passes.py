@@ -1,0 +1,139 @@
+"""Passes over modules: when they are applied, in which order, and how an export undoes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from pretended import pretended_rank
+from ranks import run_ranks
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import SGD
+
+import unitrain
+from unitrain import ConfigError, Strategy
+from unitrain.training.gradients import gradients
+from unitrain.training.loop.averaging import GradientAveraging
+from unitrain.training.models.passes import ModulePass
+
+
+class Noted(unitrain.Feature, ModulePass):
+    """Notes when it is called, and which modules it gets."""
+
+    def __init__(self, place: int, notes: list[str]) -> None:
+        self.place = place
+        self._notes = notes
+
+    def inspect(self, modules: Sequence[nn.Module]) -> None:
+        """Note the modules of a call."""
+        self._notes.append(f"{self.place} inspects {' '.join(type(each).__name__ for each in modules)}")
+
+    def apply(self, module: nn.Module) -> None:
+        """Note the module and its dtype, which the precision changes."""
+        self._notes.append(f"{self.place} changes {type(module).__name__} {next(module.parameters()).dtype}")
+        vars(module).setdefault("changed_by", []).append(self.place)
+
+    def revert(self, copy: nn.Module) -> None:
+        """Note the copy, and remove what was added."""
+        self._notes.append(f"{self.place} restores {type(copy).__name__}")
+        assert vars(copy)["changed_by"].pop() == self.place
+        if not vars(copy)["changed_by"]:
+            del vars(copy)["changed_by"]
+
+
+def test_they_see_all_modules_first_and_are_applied_by_their_places_and_reverted_the_other_way_round() -> None:
+    notes: list[str] = []
+    with unitrain.init(backend="single", device="cpu", precision="fp64") as strategy:
+        for place in (50, 10):
+            strategy.add(Noted(place, notes))
+        linear, _, norm = strategy.prepare(model := nn.Linear(2, 2), SGD(model.parameters(), lr=0.1), nn.LayerNorm(2))
+        assert notes == [
+            "10 inspects Linear LayerNorm",
+            "50 inspects Linear LayerNorm",
+            "10 changes Linear torch.float32",
+            "50 changes Linear torch.float64",
+            "10 changes LayerNorm torch.float32",
+            "50 changes LayerNorm torch.float64",
+        ]
+        del notes[:]
+        strategy.prepare(SGD(norm.parameters(), lr=0.1))
+        assert notes == [], "there is no module"
+        exported = strategy.export(linear)
+        assert notes == ["50 restores Linear", "10 restores Linear"]
+        assert "changed_by" not in vars(exported)
+        assert vars(linear)["changed_by"] == [10, 50], "the model itself stays as it is"
+
+
+class Refuses(unitrain.Feature, ModulePass):
+    """Refuses each module."""
+
+    def inspect(self, modules: Sequence[nn.Module]) -> None:
+        """Raise ConfigError."""
+        raise ConfigError("not this one")
+
+
+def test_a_call_that_is_refused_changes_nothing() -> None:
+    notes: list[str] = []
+    with unitrain.init(backend="single", device="cpu", precision="fp64") as strategy:
+        strategy.add(Noted(10, notes))
+        strategy.add(Refuses())
+        model = nn.Linear(2, 2)
+        with pytest.raises(ConfigError, match="not this one"):
+            strategy.prepare(model)
+        assert notes == ["10 inspects Linear"]
+        assert model.weight.dtype == torch.float32
+
+
+class Scaled(unitrain.Feature, ModulePass):
+    """Lets each module return twice its output, by a hook that exports must not have."""
+
+    def apply(self, module: nn.Module) -> None:
+        """Add a hook, on each rank."""
+        self._handle = module.register_forward_hook(lambda layer, args, output: output * 2)
+
+    def revert(self, copy: nn.Module) -> None:
+        """Remove the hook of the copy."""
+        del copy._forward_hooks[self._handle.id]
+
+
+def scaled() -> tuple[float, float]:
+    """Return what a model and its export say, of a script that adds a pass."""
+    strategy: Strategy
+    with unitrain.init(timeout_s=30) as strategy:
+        strategy.add(Scaled())
+        model = strategy.prepare(nn.Linear(1, 1, bias=False))
+        inner = strategy.unwrap(model)
+        assert isinstance(inner.weight, Parameter)
+        with torch.no_grad():
+            inner.weight.fill_(1.5)
+        x = torch.ones(1, 1)
+        return model(x).item(), strategy.export(model)(x).item()
+
+
+def test_a_pass_of_a_script_on_several_ranks() -> None:
+    assert run_ranks(scaled) == [(3.0, 1.5)] * 2
+
+
+@pytest.mark.parametrize("communicates", [False, True])
+def test_gradients_wait_for_the_end_of_a_backward_in_which_a_module_communicates(
+    communicates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlaps: list[bool] = []
+    reducer = gradients.GradientReducer
+
+    def made(*args: object, overlap: bool, **options: object) -> gradients.GradientReducer:
+        overlaps.append(overlap)
+        return reducer(*args, overlap=overlap, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("unitrain.training.loop.averaging.GradientReducer", made)
+    rank = pretended_rank(0, 2)
+    backend = rank.communicator.collectives._backend
+    passes: list[ModulePass] = []
+    averaging = GradientAveraging(rank.communicator, backend, rank.config, passes)
+    passes.append(added := ModulePass())  # by a feature, later
+    added.communicates = communicates
+    averaging.finishers([Parameter(torch.ones(1))])
+    assert overlaps == [not communicates]
+    averaging.close()
