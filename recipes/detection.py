@@ -23,6 +23,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from unitrain import Meter, init, parse_command_line
+from unitrain.features.throughput import Throughput
 from unitrain.recipes.object_detection import data as detection_data
 from unitrain.recipes.object_detection import models as detection_models
 from unitrain.recipes.object_detection.metrics import AveragePrecision, mean_boxes
@@ -92,7 +93,7 @@ def main() -> None:
     if settings.baselines:
         untrained = precision.of(model, val)["map"]
         strategy.print(f"mAP of the untrained network {untrained:.2%}, of each class's mean box {mean_boxes(data):.2%}")
-    throughput, last_step = strategy.throughput(), settings.last_step
+    throughput, last_step = strategy.add(Throughput()), settings.last_step
     if settings.profile:
         strategy.profile(folder.path)
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():

@@ -24,13 +24,12 @@ from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
 from unitrain.data.order.shares import reduced
-from unitrain.device import accelerator, devices_of, pick_device
+from unitrain.device import pick_device
 from unitrain.errors import UsageError
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
 from unitrain.metrics.meter import Meter
-from unitrain.metrics.throughput import Throughput
 from unitrain.process import print_stderr
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
@@ -124,7 +123,6 @@ class Strategy:
         self._metric_check = torchmetric.MetricCheck(self.world_size)
         self._metric_check.begin()
         self._checkpoint: Checkpoint | None = None
-        self._throughput: Throughput | None = None
         self._profile: Profile | None = None
 
     # --------------------------------------------------------------------------------------------------- training
@@ -274,11 +272,6 @@ class Strategy:
         self._step.check_verdicts()
         return feature
 
-    def _accelerators(self) -> list[torch.device]:
-        """Return the GPUs of this process, with those on which the script has put layers of its models."""
-        in_use = [*self.devices, *(device for module in self._prepared for device in devices_of(module))]
-        return [device for device in dict.fromkeys(in_use) if device.type == accelerator()]
-
     @contextmanager
     def evaluation(self, *modules: nn.Module) -> Iterator[None]:
         """Context manager for evaluation: eval mode, no gradients, BatchNorm the same on all ranks. Collective.
@@ -328,20 +321,6 @@ class Strategy:
             UsageError: it is no metric.
         """
         return torchmetric.synchronise(metric, self._communicator, self._step.batches.current_batch)
-
-    def throughput(self, *, flops_per_sample: float = 0.0, peak_flops: float = 0.0) -> Throughput:
-        """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on.
-
-        Args:
-            flops_per_sample: FLOPs of a sample's forward and backward, to measure FLOP/s.
-            peak_flops: FLOP/s of a device at its peak, to measure MFU.
-        """
-        if self._throughput is None:
-            self._throughput = Throughput(self._communicator, self._accelerators())
-            self._hooks.add_hook(self._throughput)
-        if flops_per_sample:
-            self._throughput.add_flops(flops_per_sample, peak_flops * len(self.devices) * self.world_size)
-        return self._throughput
 
     def profile(
         self,
