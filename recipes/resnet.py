@@ -22,6 +22,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from unitrain import Strategy, init, parse_command_line
+from unitrain.features.profile import Profile
 from unitrain.features.throughput import Throughput
 from unitrain.recipes.image_classification import images, models, prediction
 from unitrain.recipes.shared import figures
@@ -138,7 +139,7 @@ def main() -> None:
     strategy.on_main(lambda: prediction.write_classes(folder.path, data.classes))
     throughput, last_step = strategy.add(Throughput()), settings.last_step
     if settings.profile:
-        strategy.profile(folder.path)
+        strategy.add(Profile(folder.path))
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         loss = train_epoch(strategy, settings, epoch, train, (model, optimizer, scheduler, checkpoint))
         metrics, labels, predicted = evaluate(strategy, model, val)
