@@ -23,6 +23,8 @@ from pydantic import Field
 from tqdm import tqdm
 
 from unitrain import Meter, init, parse_command_line
+from unitrain.features.profile import Profile
+from unitrain.features.throughput import Throughput
 from unitrain.recipes.object_detection import data as detection_data
 from unitrain.recipes.object_detection import models as detection_models
 from unitrain.recipes.object_detection.metrics import AveragePrecision, mean_boxes
@@ -92,9 +94,9 @@ def main() -> None:
     if settings.baselines:
         untrained = precision.of(model, val)["map"]
         strategy.print(f"mAP of the untrained network {untrained:.2%}, of each class's mean box {mean_boxes(data):.2%}")
-    throughput, last_step = strategy.throughput(), settings.last_step
+    throughput, last_step = strategy.add(Throughput()), settings.last_step
     if settings.profile:
-        strategy.profile(folder.path)
+        strategy.add(Profile(folder.path))
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         meters: defaultdict[str, Meter] = defaultdict(strategy.meter)
         with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None) as bar:

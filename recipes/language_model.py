@@ -23,6 +23,8 @@ from tqdm import tqdm
 
 import unitrain
 from unitrain import parse_command_line
+from unitrain.features.profile import Profile
+from unitrain.features.throughput import Throughput
 from unitrain.recipes.shared import figures
 from unitrain.recipes.shared.run_folder import RunFolder, resume_or_discard, summarise
 from unitrain.recipes.shared.settings import TrainingSettings
@@ -104,9 +106,9 @@ def main() -> None:
         with strategy.autocast():
             return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    throughput, last_step = strategy.throughput(), settings.last_step
+    throughput, last_step = strategy.add(Throughput()), settings.last_step
     if settings.profile:
-        strategy.profile(folder.path)
+        strategy.add(Profile(folder.path))
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         # Sums over tokens: sequences differ in length, so a mean of the batches' means would not be that of the tokens.
         train_loss, train_tokens, val_loss, val_tokens = (strategy.meter() for _ in range(4))

@@ -22,6 +22,8 @@ from pydantic import Field
 from tqdm import tqdm
 
 from unitrain import Strategy, init, parse_command_line
+from unitrain.features.profile import Profile
+from unitrain.features.throughput import Throughput
 from unitrain.recipes.image_classification import images, models, prediction
 from unitrain.recipes.shared import figures
 from unitrain.recipes.shared.run_folder import RunFolder, resume_or_discard, summarise
@@ -135,9 +137,9 @@ def main() -> None:
         return
     folder.begin(settings, strategy.global_step)
     strategy.on_main(lambda: prediction.write_classes(folder.path, data.classes))
-    throughput, last_step = strategy.throughput(), settings.last_step
+    throughput, last_step = strategy.add(Throughput()), settings.last_step
     if settings.profile:
-        strategy.profile(folder.path)
+        strategy.add(Profile(folder.path))
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         loss = train_epoch(strategy, settings, epoch, train, (model, optimizer, scheduler, checkpoint))
         metrics, labels, predicted = evaluate(strategy, model, val)

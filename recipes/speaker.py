@@ -21,6 +21,8 @@ from pydantic import Field
 from tqdm import tqdm
 
 from unitrain import ConfigError, init, parse_command_line
+from unitrain.features.profile import Profile
+from unitrain.features.throughput import Throughput
 from unitrain.recipes.shared import figures
 from unitrain.recipes.shared.run_folder import RunFolder, resume_or_discard, summarise
 from unitrain.recipes.shared.settings import TrainingSettings
@@ -113,9 +115,9 @@ def main() -> None:
         untrained = verify(strategy, model, test, data.trials)
         folder.add({"epoch": -1, "step": 0, **untrained._asdict()})
         strategy.print(f"untrained: equal error rate {untrained.eer:.2%}, minDCF {untrained.min_dcf:.3f}")
-    throughput, last_step = strategy.throughput(), settings.last_step
+    throughput, last_step = strategy.add(Throughput()), settings.last_step
     if settings.profile:
-        strategy.profile(folder.path)
+        strategy.add(Profile(folder.path))
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         mean_loss = strategy.meter()
         with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None) as bar:

@@ -11,6 +11,8 @@ CLOSING = "close"
 ITERATION = 2**48
 """What an iteration over a loader counts for in a position: more than all samples of a run."""
 _UNMARKED = nullcontext()
+Mark = Callable[[str], AbstractContextManager[Any]]
+"""Returns a context manager that marks a phase in a trace, given its name."""
 
 
 class Pulse:
@@ -23,7 +25,7 @@ class Pulse:
         boundary: number of boundaries passed so far, at which a run can be stopped.
         trained: number of steps that this process has made, and the position in the data at the end of the last one.
             Unlike ``step``, neither goes back in a resume.
-        mark: while the run is profiled, marks a phase in the trace.
+        mark: marks the phases in a trace, while one is recorded.
     """
 
     __slots__ = ("_failed", "boundary", "calls", "mark", "phase", "step", "trained")
@@ -35,7 +37,7 @@ class Pulse:
         self.phase: str = USER_CODE
         self.calls: int = 0
         self._failed = False
-        self.mark: Callable[[str], AbstractContextManager[Any]] | None = None
+        self.mark: Mark | None = None
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:

@@ -24,14 +24,12 @@ from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
 from unitrain.data.order.shares import reduced
-from unitrain.device import accelerator, devices_of, pick_device
+from unitrain.device import pick_device
 from unitrain.errors import UsageError
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
 from unitrain.metrics.meter import Meter
-from unitrain.metrics.throughput import Throughput
-from unitrain.process import print_stderr
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.feature import Feature
@@ -50,7 +48,6 @@ from unitrain.training.models.supported import check_scheduler
 from unitrain.url import is_url
 
 if TYPE_CHECKING:
-    from unitrain.metrics.profile import Profile
     from unitrain.tracking import Tracker, Trackers
 
 T = TypeVar("T")
@@ -89,7 +86,7 @@ class Strategy:
         self.shares: tuple[int, ...] = reduced(config.shares or (1,) * self.world_size)
         self._prepared = PreparedModules(self.shares)
         pass_boundary = self._job.stopping.pass_boundary
-        self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config)
+        self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config, self._job.stopping)
         self._hooks = sockets.hooks
         sockets.passes.append(self._precision)
         for feature in features.make(config):
@@ -125,8 +122,6 @@ class Strategy:
         self._metric_check = torchmetric.MetricCheck(self.world_size)
         self._metric_check.begin()
         self._checkpoint: Checkpoint | None = None
-        self._throughput: Throughput | None = None
-        self._profile: Profile | None = None
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -275,11 +270,6 @@ class Strategy:
         self._step.check_verdicts()
         return feature
 
-    def _accelerators(self) -> list[torch.device]:
-        """Return the GPUs of this process, with those on which the script has put layers of its models."""
-        in_use = [*self.devices, *(device for module in self._prepared for device in devices_of(module))]
-        return [device for device in dict.fromkeys(in_use) if device.type == accelerator()]
-
     @contextmanager
     def evaluation(self, *modules: nn.Module) -> Iterator[None]:
         """Context manager for evaluation: eval mode, no gradients, BatchNorm the same on all ranks. Collective.
@@ -329,66 +319,6 @@ class Strategy:
             UsageError: it is no metric.
         """
         return torchmetric.synchronise(metric, self._communicator, self._step.batches.current_batch)
-
-    def throughput(self, *, flops_per_sample: float = 0.0, peak_flops: float = 0.0) -> Throughput:
-        """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on.
-
-        Args:
-            flops_per_sample: FLOPs of a sample's forward and backward, to measure FLOP/s.
-            peak_flops: FLOP/s of a device at its peak, to measure MFU.
-        """
-        if self._throughput is None:
-            self._throughput = Throughput(self._communicator, self._accelerators())
-            self._hooks.add_hook(self._throughput)
-        if flops_per_sample:
-            self._throughput.add_flops(flops_per_sample, peak_flops * len(self.devices) * self.world_size)
-        return self._throughput
-
-    def profile(
-        self,
-        folder: str | Path,
-        *,
-        steps: int = 4,
-        skip: int = 4,
-        ranks: Sequence[int] | None = None,
-        memory: bool = False,
-        on_signal: int | None = None,
-    ) -> None:
-        """Record a few of the next steps with torch's profiler, on several ranks, in one trace. Collective.
-
-        Rank 0 writes ``trace-stepN.json.gz``, named by the first step, for https://ui.perfetto.dev. Each rank is a
-        process in it, with the clocks of all hosts aligned. What UniTrain does is marked ``unitrain: …``.
-
-        Args:
-            folder: a path.
-            steps: number of steps to record; with ``local_steps``, of rounds.
-            skip: number of steps before them; the last of these warms the profiler up.
-            ranks: the ranks to record; all by default.
-            memory: show in the trace how much memory torch has allocated. Each of these ranks with an NVIDIA GPU also
-                writes ``memory-stepN-rankR.pickle``, for https://pytorch.org/memory_viz.
-            on_signal: a signal, such as ``signal.SIGUSR2``. The profile begins whenever a process of the job gets it,
-                and not now.
-
-        Raises:
-            UsageError: an argument is out of range, another profile has not ended, or the signal has a handler.
-        """
-        from unitrain.metrics import profile  # few scripts need it
-
-        plan = profile.Plan(folder, steps, skip, range(self.world_size) if ranks is None else ranks, memory)
-
-        def begin() -> None:
-            if self._profile is None or self._profile.ended:
-                self._profile = profile.Profile(self._communicator, self._hooks, plan)
-
-        if on_signal is None and self._profile is not None and not self._profile.ended:
-            raise UsageError("profile() was called while another profile has not ended: call it later.")
-        profile.check(plan, self._communicator)
-        if on_signal is None:
-            begin()
-            return
-        how = profile.begin_on(on_signal, self._job.stopping, begin)
-        if self.is_main:
-            print_stderr(f"unitrain: {how}")
 
     def trackers(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> Trackers:
         """Start trackers on rank 0, or continue their runs. Collective; call it after ``checkpoint.resume``.
@@ -697,12 +627,9 @@ class Strategy:
         if job.ended:
             return
         job.ended = True
-        job.stopping.begin_profile = None
         try:
             if not job.failed:  # a failing process keeps its watch, to report the error
                 with job.pulse.within(CLOSING):
-                    if self._profile is not None:
-                        self._profile.close()
                     if self._checkpoint is not None:
                         self._checkpoint.close()
                     self.barrier()
@@ -710,8 +637,8 @@ class Strategy:
                 job.leave()
         finally:
             job.stopping.close()
-            if self._profile is not None:
-                self._profile.close(failed=True)
+            for close in self._hooks.at_close:
+                close()
             if job.endpoint is not None:
                 job.endpoint.close()
             if self._checkpoint is not None:

@@ -63,6 +63,7 @@ ctypes.CDLL = _Library  # type: ignore[assignment,misc]
 sys.platform = "darwin"
 
 import unitrain  # noqa: E402
+from unitrain.features.throughput import Throughput  # noqa: E402
 from unitrain.process import print_stacks  # noqa: E402
 
 with unitrain.init(device="cpu") as strategy:
@@ -71,7 +72,7 @@ with unitrain.init(device="cpu") as strategy:
     loader = strategy.dataloader(TensorDataset(torch.ones(8, 4)), global_batch_size=4, num_workers=1)
     checkpoint = strategy.checkpoint(sys.argv[1], model=model, optimizer=optimizer, loader=loader)
     resumed = checkpoint.resume()
-    throughput = strategy.throughput()
+    throughput = strategy.add(Throughput())
     for _ in loader.epochs(2 if resumed else 1):
         for (rows,) in loader:
             strategy.step(model(rows).mean(), optimizer)

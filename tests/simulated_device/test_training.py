@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain.features.batch_finder.finder import find_micro_batch_size
 from unitrain.features.ema import EMA
+from unitrain.features.throughput import Throughput
 from unitrain.testing.parity import cases, trial
 from unitrain.testing.parity.cases import CASES, Case
 
@@ -96,7 +97,7 @@ def loop(folder: Path, device: str, interrupted: bool = False, **settings: Any) 
         )
         test = strategy.dataloader(rows(), global_batch_size=16, shuffle=False)
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, average=average, train=train)
-        throughput, losses = strategy.throughput(), strategy.meter()
+        throughput, losses = strategy.add(Throughput()), strategy.meter()
         checkpoint.resume()
         for _ in train.epochs(2):
             for images, labels in train:

@@ -64,7 +64,7 @@ class PretendedRank:
         prepared = PreparedModules(shares)
         model = nn.Identity()  # in training mode: ranks without samples get stand-ins
         prepared.add(model, model)
-        self.sockets = Sockets(self.communicator, backend, prepared, config)
+        self.sockets = Sockets(self.communicator, backend, prepared, config, stopping)
         self.step = TrainingStep(self.sockets, None, stopping.pass_boundary)
         self.loop = TrainingLoop(self.step, prepared, stopping.pass_boundary, shards=False)
 

@@ -20,8 +20,7 @@ from unitrain.checkpoint.store.located import DamagedError, Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Together, Writer
 from unitrain.errors import CheckpointError, UsageError, by_rank
-from unitrain.job.watch.messages import StopReason
-from unitrain.job.watch.stopping import Stopping
+from unitrain.job.watch.stopping import RAISE_ERROR, Stopping
 from unitrain.process import print_stderr
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.sockets import Sockets
@@ -78,7 +77,7 @@ class Checkpoint:
             keep,
             background=background and (ranks.is_main or ranks.sharding.any),
             patience_s=sockets.config.timeout_s,
-            failed=lambda: stopping.request(StopReason()),  # all ranks raise the error at their next boundary
+            failed=lambda: stopping.request(RAISE_ERROR),  # all ranks raise the error at their next boundary
         )
         self._is_complete = incomplete  # on purpose, or complete, or told
         self._looked = False
@@ -99,7 +98,7 @@ class Checkpoint:
     def _look(self) -> None:
         self._unclaimed = self._writer.look()
         if self._unclaimed is not None:
-            self._stopping.request(StopReason())  # before the first step, unless resume or discard is called
+            self._stopping.request(RAISE_ERROR)  # before the first step, unless resume or discard is called
 
     @property
     def newest(self) -> int | None:

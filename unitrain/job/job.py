@@ -18,8 +18,7 @@ from unitrain.job.joining.start_watch import watched_start
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.exit_watch import watch_exit
 from unitrain.job.watch.hub import Member
-from unitrain.job.watch.messages import StopReason
-from unitrain.job.watch.stopping import Stopping
+from unitrain.job.watch.stopping import HOSTS_CHANGED, Stopping
 from unitrain.job.watch.watch import Watch
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
@@ -108,7 +107,7 @@ class Job:
         send = None if self.watch is None else self.watch.send
         self.stopping: Stopping = Stopping(boundaries, self.pulse, send, is_main=communicator.is_main)
         if launch.elastic:
-            backend.watch_hosts(lambda: self.stopping.request(StopReason(hosts_changed=True)))
+            backend.watch_hosts(lambda: self.stopping.request(HOSTS_CHANGED))
 
     def _open_endpoint(self, members: list[Member], host: str, port: int) -> None:
         if find_spec("prometheus_client") is None:

@@ -1,1 +1,1 @@
-"""Metrics: means over all ranks, synchronisation of torchmetrics, and throughput."""
+"""Metrics: means over all ranks, and synchronisation of torchmetrics."""

@@ -15,7 +15,7 @@ AfterUpdate = Callable[[Optimizer, Sequence[Parameter], bool], None]
 Watched = Callable[[Optimizer, Sequence[Parameter]], None]
 _MOMENTS = (
     "registered", "watched", "before_call", "after_call", "before_update", "after_update", "after_error",
-    "at_boundary", "at_epoch_end", "at_end", "batches",
+    "at_boundary", "at_epoch_end", "at_end", "at_close", "batches",
 )  # fmt: skip
 
 
@@ -62,6 +62,9 @@ class StepHook:
     def at_end(self) -> None:
         """The run ends, without an error: the strategy is being closed."""
 
+    def at_close(self) -> None:
+        """The strategy is being closed, after ``at_end`` or an error. Not collective: other ranks may have failed."""
+
     def batches(self, batches: Batches) -> Batches:
         """Return an iterator that yields the batches of a training iteration, to measure it."""
         return batches
@@ -83,6 +86,7 @@ class Hooks:
     at_boundary: list[Callable[[], None]]
     at_epoch_end: list[Callable[[], None]]
     at_end: list[Callable[[], None]]
+    at_close: list[Callable[[], None]]
     batches: list[Callable[[Batches], Batches]]
 
     def __init__(self, *hooks: StepHook) -> None:

@@ -17,6 +17,7 @@ import unitrain
 from unitrain import CommunicationError, ConfigError, UsageError
 from unitrain.communication.objects import ObjectTransport, _Pickled
 from unitrain.communication.plain_data import encode
+from unitrain.features.throughput import Throughput
 from unitrain.job.joining import authentication
 from unitrain.job.joining.authentication import SECRET
 from unitrain.job.starting.spawn import spawn_environments
@@ -171,7 +172,7 @@ def train(folder: str) -> float:
         checkpoint = strategy.checkpoint(Path(folder) / "checkpoints", **state)
         assert not checkpoint.resume()
         meter = strategy.meter()
-        throughput = strategy.throughput()
+        throughput = strategy.add(Throughput())
         for (batch,) in loader:
             loss = model(batch).square().mean()
             strategy.step(loss, optimizer)

@@ -10,7 +10,7 @@ import unitrain
 from unitrain.job.watch import messages
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.hub import Hub, Member
-from unitrain.job.watch.messages import Message, StopReason
+from unitrain.job.watch.messages import BoundaryRequest, Message
 from unitrain.job.watch.stopping import Stopping
 from unitrain.pulse import CLOSING, ITERATION, USER_CODE, Pulse
 
@@ -164,20 +164,20 @@ def test_a_rank_asks_where_the_others_are(job: Job) -> None:
 
 
 def test_all_stop_at_the_furthest_boundary_that_a_rank_has_yet_to_pass(job: Job) -> None:
-    job.hear(1, messages.RequestStop(StopReason(15)))
-    job.hear(2, messages.RequestStop(StopReason(15)))  # every rank got it
+    job.hear(1, messages.RequestStop(BoundaryRequest("signal", 15)))
+    job.hear(2, messages.RequestStop(BoundaryRequest("signal", 15)))  # every rank got it
     assert job.sent == [(None, messages.Hold())]
     for rank, boundary in enumerate([8, 7, 8]):
         job.hear(rank, messages.NextBoundary(boundary))
-    assert job.sent[1:] == [(None, messages.Stop(8, StopReason(15)))]
+    assert job.sent[1:] == [(None, messages.Stop(8, BoundaryRequest("signal", 15)))]
 
 
 def test_one_stop_after_another(job: Job) -> None:
     """A checkpoint failed, was told, and the run goes on; meanwhile somebody asks it to end."""
-    job.hear(0, messages.RequestStop(StopReason()))
+    job.hear(0, messages.RequestStop(BoundaryRequest("raise_error")))
     for rank in range(3):
         job.hear(rank, messages.NextBoundary(3))
-    job.hear(1, messages.RequestStop(StopReason(15)))
+    job.hear(1, messages.RequestStop(BoundaryRequest("signal", 15)))
     assert [type(message) for _, message in job.sent] == [messages.Hold, messages.Stop], (
         "not before all have come to the first"
     )
@@ -186,12 +186,12 @@ def test_one_stop_after_another(job: Job) -> None:
     assert job.sent[2:] == [(None, messages.Hold())]
     for rank in range(3):
         job.hear(rank, messages.NextBoundary(5))
-    assert job.sent[3:] == [(None, messages.Stop(5, StopReason(15)))]
+    assert job.sent[3:] == [(None, messages.Stop(5, BoundaryRequest("signal", 15)))]
 
 
 def test_nobody_stops_once_one_has_left(job: Job) -> None:
     job.hear(0, messages.Leave())
-    job.hear(1, messages.RequestStop(StopReason(15)))
+    job.hear(1, messages.RequestStop(BoundaryRequest("signal", 15)))
     assert job.sent == []
 
 
@@ -205,7 +205,7 @@ def test_boundaries_are_passed_until_the_one_agreed_on() -> None:
     for _ in range(3):
         stopping.pass_boundary()
     assert boundaries.hold() == 4
-    boundaries.agree(5, StopReason(15))
+    boundaries.agree(5, BoundaryRequest("signal", 15))
     stopping.pass_boundary()
     with pytest.raises(unitrain.Stopped) as stopped:
         stopping.pass_boundary()
@@ -223,7 +223,7 @@ def test_hosts_that_change_early_are_gone_on_with_once_there_is_a_checkpoint() -
 
     pulse = Pulse()
     stopping = Stopping(Boundaries(pulse), pulse, None, is_main=False)
-    stopping.request(StopReason(hosts_changed=True))
+    stopping.request("hosts_changed")
     stopping.pass_boundary()
     assert not stopping.starts_again
     stopping.listen(Saves())
@@ -280,7 +280,7 @@ def seconds_per_message(ranks: int) -> float:
     members = [Member(rank, "host", rank, 0) for rank in range(ranks)]
     hub = Hub(members, timeout_s=60.0, heartbeat_timeout_s=30.0, send=lambda rank, message: None, now=0.0)
     made: list[Message] = [messages.Heartbeat("step", 1, 0.0), messages.Ask(), messages.Call("barrier()", "train.py:1")]
-    made += [messages.RequestStop(StopReason(15)), messages.NextBoundary(1), messages.Settled()]
+    made += [messages.RequestStop(BoundaryRequest("signal", 15)), messages.NextBoundary(1), messages.Settled()]
     made += [messages.Heartbeat(USER_CODE, 1, 0.0), messages.Failed("RuntimeError: gloo", secondary=True)]
     begin = time.thread_time()
     for message in made:

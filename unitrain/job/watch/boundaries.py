@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from unitrain.job.watch.messages import StopReason
+from unitrain.job.watch.messages import BoundaryRequest
 from unitrain.pulse import Pulse
 
 
@@ -15,7 +15,7 @@ class Boundaries:
         self._pulse = pulse
         self._agreed = threading.Event()
         self._stop_at = 0
-        self._reason = StopReason()
+        self._request: BoundaryRequest | None = None
         self.held: bool = False
         """Whether ``due`` must be called before a boundary is passed."""
 
@@ -24,16 +24,16 @@ class Boundaries:
         self.held = True  # set first: a boundary reached in between waits, and is at most the one returned
         return self._pulse.boundary + 1
 
-    def agree(self, boundary: int, reason: StopReason) -> None:
-        """Set where to stop, and why. From any thread."""
-        self._stop_at, self._reason = boundary, reason
+    def agree(self, boundary: int, request: BoundaryRequest) -> None:
+        """Set where to stop, and what is to be done there. From any thread."""
+        self._stop_at, self._request = boundary, request
         self._agreed.set()
 
-    def due(self) -> StopReason | None:
-        """Return the reason to stop at the boundary being passed, or None if it is not the one to stop at."""
+    def due(self) -> BoundaryRequest | None:
+        """Return the request to act on at the boundary being passed, or None if it is not the one to stop at."""
         self._agreed.wait()  # rank 0 answers at once, or the watch ends the process
         if self._pulse.boundary < self._stop_at:
             return None
         self.held = False
         self._agreed.clear()
-        return self._reason
+        return self._request

@@ -8,7 +8,7 @@ from heapq import nsmallest
 from itertools import islice, pairwise
 
 from unitrain.job.watch import messages
-from unitrain.job.watch.messages import Message, StopReason, Verdict
+from unitrain.job.watch.messages import BoundaryRequest, Message, Verdict
 from unitrain.pulse import CLOSING, ITERATION
 
 # How long one rank is in close() and another waits in another call before this is a deadlock, and not a late heartbeat.
@@ -83,7 +83,7 @@ class Hub:
         self._heartbeats: dict[int, messages.Heartbeat] = {}
         self._present = dict.fromkeys(self._heard_at)  # a set, in the order of the ranks
         self._busy = set(self._present)  # the ranks that do not wait for others
-        self._reasons: list[StopReason] = []  # the first is being agreed on, or acted on
+        self._requests: list[BoundaryRequest] = []  # the first is being agreed on, or acted on
         self._boundaries: dict[int, int] = {}
         self._settled: set[int] = set()
         self._noticed = False  # a wait that goes on
@@ -107,20 +107,20 @@ class Hub:
                 self._send(rank, messages.Answer(self._describe_others(rank)))
             case messages.Call():
                 self._compare_calls(rank, message)
-            case messages.RequestStop(reason=reason) if reason not in self._reasons:
-                self._reasons.append(reason)
-                if len(self._reasons) == 1:
+            case messages.RequestStop(request=request) if request not in self._requests:
+                self._requests.append(request)
+                if len(self._requests) == 1:
                     self._hold()
             case messages.NextBoundary(boundary=boundary):
                 self._boundaries[rank] = boundary
                 if len(self._boundaries) == len(self._members):
                     # No rank has passed the boundary that it reported, so all can still stop at the furthest of them.
-                    self._send(None, messages.Stop(max(self._boundaries.values()), self._reasons[0]))
+                    self._send(None, messages.Stop(max(self._boundaries.values()), self._requests[0]))
             case messages.Settled():
                 self._settled.add(rank)
                 if len(self._settled) == len(self._members):
-                    self._reasons.pop(0)
-                    if self._reasons:
+                    self._requests.pop(0)
+                    if self._requests:
                         self._hold()
             case messages.Leave():
                 self._remove(rank)

@@ -11,16 +11,13 @@ from unitrain.pulse import USER_CODE
 
 
 @dataclass(frozen=True)
-class StopReason:
-    """Why a run is to stop at a boundary."""
+class BoundaryRequest:
+    """A request for all ranks to do something at the same boundary."""
 
-    signal: int | None = None
-    """Number of the signal."""
-    hosts_changed: bool = False
-    """Whether it is to go on at once, with other hosts. If there is no signal either, a checkpoint could not be written
-    in the background."""
-    profile: bool = False
-    """Whether it is to begin a profile instead."""
+    kind: str
+    """The action of ``Stopping`` that it asks for."""
+    number: int = 0
+    """The argument of the action, such as the number of a signal."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,9 @@ class CallsAgree:
 
 @dataclass(frozen=True)
 class RequestStop:
-    """From a process: asks for all ranks to stop at their next common boundary."""
+    """From a process: asks for all ranks to stop at their next common boundary, and to act there."""
 
-    reason: StopReason
+    request: BoundaryRequest
 
 
 @dataclass(frozen=True)
@@ -116,10 +113,10 @@ class NextBoundary:
 
 @dataclass(frozen=True)
 class Stop:
-    """From the hub: stop at this boundary."""
+    """From the hub: stop at this boundary, and act there."""
 
     boundary: int
-    reason: StopReason
+    request: BoundaryRequest
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,18 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeGuard
 
 from unitrain.job.watch.boundaries import Boundaries
-from unitrain.job.watch.messages import Message, RequestStop, Settled, StopReason
+from unitrain.job.watch.messages import BoundaryRequest, Message, RequestStop, Settled
 from unitrain.process import exit_now, print_stdout
 from unitrain.pulse import Pulse
 
 Handler = Callable[[int, Any], object]
 """A handler of a signal."""
+SIGNAL = "signal"
+"""Request: save, and end the run because of a signal, whose number comes with it."""
+HOSTS_CHANGED = "hosts_changed"
+"""Request: save, and go on with other hosts."""
+RAISE_ERROR = "raise_error"
+"""Request: raise the error of a checkpoint that could not be written in the background."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # The terminal sends Ctrl-C to all processes, and launchers forward it: signals this close together are the same one.
 _SAME_SIGNAL_S = 1.0
@@ -61,7 +67,6 @@ class Stopping:
 
     Attributes:
         starts_again: whether this process has stopped to go on with other hosts.
-        begin_profile: called at the boundary that the ranks have agreed on for it.
     """
 
     def __init__(
@@ -76,14 +81,32 @@ class Stopping:
         self._hosts_changed = False  # before there was a checkpoint
         self._lock = threading.Lock()
         self.starts_again: bool = False
-        self.begin_profile: Callable[[], None] | None = None
+        self._actions: dict[str, Callable[[int], None]] = {
+            SIGNAL: self._end_by_signal,
+            HOSTS_CHANGED: lambda _: self._go_on_elsewhere(),
+            RAISE_ERROR: lambda _: self._raise_error(),
+        }
+        self._ends = frozenset(self._actions)  # the kinds that end the run
+
+    def add_action(self, kind: str, action: Callable[[int], None]) -> None:
+        """Add something that all ranks do at a boundary whenever it is requested. Training then goes on.
+
+        Args:
+            kind: names the requests for it.
+            action: called on every rank, at the same boundary, with the number of the request. It may communicate.
+        """
+        self._actions[kind] = action
+
+    def remove_action(self, kind: str) -> None:
+        """Ignore requests of a kind from now on."""
+        self._actions.pop(kind, None)
 
     def listen(self, checkpoint: Saves) -> None:
         """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1, and if hosts have changed."""
         self._checkpoint = checkpoint
         if self._hosts_changed:
-            self.request(StopReason(hosts_changed=True))
-        self._signals = StopSignals(lambda number: self.request(StopReason(number)))
+            self.request(HOSTS_CHANGED)
+        self._signals = StopSignals(lambda number: self.request(SIGNAL, number))
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
@@ -92,14 +115,20 @@ class Stopping:
             self._signals.close()
             self._signals = None
 
-    def request(self, reason: StopReason) -> None:
-        """Ask all ranks to stop at their next common boundary. Not collective; from any thread."""
+    def request(self, kind: str, number: int = 0) -> None:
+        """Ask all ranks to act at their next common boundary. Not collective; from any thread.
+
+        Args:
+            kind: of the action: ``SIGNAL``, ``HOSTS_CHANGED``, ``RAISE_ERROR``, or one that was added.
+            number: the action's argument.
+        """
+        request = BoundaryRequest(kind, number)
         if self._send is not None:
-            self._send(RequestStop(reason))
+            self._send(RequestStop(request))
             return
         with self._lock:
-            if not (reason.profile and self._boundaries.held):  # a stop comes first
-                self._boundaries.agree(self._boundaries.hold(), reason)
+            if kind in self._ends or not self._boundaries.held:  # what ends the run comes first
+                self._boundaries.agree(self._boundaries.hold(), request)
 
     def pass_boundary(self) -> None:
         """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only."""
@@ -108,29 +137,24 @@ class Stopping:
             self._stop_if_due()
 
     def _stop_if_due(self) -> None:
-        reason = self._boundaries.due()
-        if reason is None:
+        request = self._boundaries.due()
+        if request is None:
             return
         try:
-            self._act_on(reason)
+            if request.kind in self._actions:
+                self._actions[request.kind](request.number)
         finally:
             if self._send is not None:
                 self._send(Settled())
 
-    def _act_on(self, reason: StopReason) -> None:
-        """Act on the reason of a stop. Collective."""
-        if reason.hosts_changed:
-            self._go_on_elsewhere()
-            return
-        if reason.profile:
-            if self.begin_profile is not None:
-                self.begin_profile()
-            return
-        if reason.signal is None:
-            if self._checkpoint is not None:
-                self._checkpoint.wait()  # raises the error, unless it was raised already
-            return
-        number = signal.Signals(reason.signal)
+    def _raise_error(self) -> None:
+        """Raise the error of the background writer, unless it was raised already. Collective."""
+        if self._checkpoint is not None:
+            self._checkpoint.wait()
+
+    def _end_by_signal(self, received: int) -> None:
+        """Save a checkpoint, and end the run because of a signal. Collective."""
+        number = signal.Signals(received)
         resubmit = self._signals.resubmit.get(number) if self._signals is not None else None
         where = f" and saved in {self._checkpoint.save_now()}" if self._checkpoint is not None else ""
         if self._is_main:

@@ -219,8 +219,8 @@ class Watch:
                 self._decide(message)
             case messages.Hold():
                 self._link.send(messages.NextBoundary(self._boundaries.hold()))
-            case messages.Stop(boundary=boundary, reason=reason):
-                self._boundaries.agree(boundary, reason)
+            case messages.Stop(boundary=boundary, request=request):
+                self._boundaries.agree(boundary, request)
             case messages.Answer() | messages.CallsAgree():
                 with self._changed:
                     self._answer = message

@@ -8,6 +8,7 @@ from typing import Protocol
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
+from unitrain.job.watch.stopping import Stopping
 from unitrain.training.hooks import Hooks
 from unitrain.training.loop.averaging import Averaging, GradientAveraging
 from unitrain.training.loop.batches import OpenBatches
@@ -68,13 +69,14 @@ class WayBack(Protocol):
 
 
 class Sockets:
-    """What a feature may use (the first five), and what it plugs into.
+    """What a feature may use (the first six), and what it plugs into.
 
     Attributes:
         communicator: of this process.
         backend: of the run.
         prepared: the modules that were prepared.
         config: the settings.
+        stopping: does what a feature requests on all ranks at the same boundary (``add_action``, ``request``).
         batches: the batches that loaders have yielded.
         hooks: what happens around the steps.
         passes: what ``prepare`` changes of modules.
@@ -93,11 +95,13 @@ class Sockets:
         backend: Backend,
         prepared: PreparedModules,
         config: StrategyConfig,
+        stopping: Stopping,
     ) -> None:
         self.communicator: Communicator = communicator
         self.backend: Backend = backend
         self.prepared: PreparedModules = prepared
         self.config: StrategyConfig = config
+        self.stopping: Stopping = stopping
         self.batches: OpenBatches = OpenBatches()
         self.hooks: Hooks = Hooks()
         self.passes: list[ModulePass] = []

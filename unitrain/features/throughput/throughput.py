@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
-from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import Batches
-from unitrain.training.hooks import StepHook
+from unitrain.device import accelerator, devices_of
+from unitrain.training.feature import Feature
+from unitrain.training.loop.sockets import Sockets
 
 _UNIT = 1 if sys.platform == "darwin" else 1024  # of the peak that the system tells, in bytes
 
@@ -30,27 +30,39 @@ class Totals(NamedTuple):
     """The part of it spent in ``step``, ``backward`` and ``update``, including waits for other ranks."""
 
 
-class Throughput(StepHook):
-    """Measures samples per second, time and peak memory over all ranks. Made by ``strategy.throughput()``.
+class Throughput(Feature):
+    """Measures samples per second, time and peak memory over all ranks, from the moment when it is added to a run.
 
     Samples are counted, and time is measured, while a loader of the strategy is iterated for training. An evaluation
     after an epoch is not included; one within an epoch is part of ``rest_seconds``.
+
+    Args:
+        flops_per_sample: FLOPs of a sample's forward and backward, to measure FLOP/s; 0 if not known.
+        peak_flops: FLOP/s of a device at its peak, to measure MFU; 0 if not known.
+
+    Example:
+        >>> throughput = strategy.add(Throughput())
+        >>> strategy.print(throughput.read())
     """
 
-    def __init__(self, communicator: Communicator, gpus: Sequence[torch.device]) -> None:
-        self._communicator = communicator
-        self._gpus = gpus
+    def __init__(self, *, flops_per_sample: float = 0.0, peak_flops: float = 0.0) -> None:
         self._samples = 0
         self._seconds = self._data = self._step = 0.0
         self._iterations = 0  # in progress
         self._iterating_since = 0.0
         self._stepping_since: float | None = None
         self._read = Totals()
-        self._flops = self._peak = 0.0
+        self._flops, self._peak = flops_per_sample, peak_flops
 
-    def add_flops(self, per_sample: float, peak: float) -> None:
-        """Measure FLOP/s from now on, given the FLOPs of a sample, and the peak of all devices; 0 if not known."""
-        self._flops, self._peak = per_sample, peak
+    def plug_in(self, sockets: Sockets) -> None:
+        """Begin to measure."""
+        self._communicator = sockets.communicator
+        own = sockets.backend.devices
+        self._peak *= len(own) * self._communicator.world_size
+        # The script may have put layers of its models on other GPUs than the backend's.
+        in_use = [*own, *(device for module in sockets.prepared for device in devices_of(module))]
+        self._gpus = [device for device in dict.fromkeys(in_use) if device.type == accelerator()]
+        super().plug_in(sockets)
 
     def totals(self) -> Totals:
         """Return the measurements of this process so far. Not collective; does not synchronise devices."""

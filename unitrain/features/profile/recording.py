@@ -1,30 +1,21 @@
-"""A profile: a few steps of several ranks in one trace, with what each rank waits for, on every backend."""
+"""``Recording``: a few steps of several ranks in one trace, with what each rank waits for, on every backend."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.profiler import profile, record_function, schedule
 
 from unitrain.communication.communicator import Communicator
-from unitrain.errors import UsageError
-from unitrain.job.watch.messages import StopReason
-from unitrain.job.watch.stopping import Stopping
-from unitrain.metrics.timeline import clock, compare_clocks, part_of, write_trace
+from unitrain.features.profile.timeline import clock, compare_clocks, part_of, write_trace
 from unitrain.process import print_stderr
 from unitrain.training.hooks import Hooks, StepHook
-from unitrain.url import is_url
 
 _MOST_ALLOCATIONS = 100_000  # in a snapshot, the last ones: several kB each
 _ANCHOR = "unitrain: clock"
@@ -43,8 +34,14 @@ class Plan(NamedTuple):
     memory: bool
 
 
-class Profile(StepHook):
-    """Records what is planned, as checked by ``check``, and is gone when rank 0 has written the trace."""
+class Recording(StepHook):
+    """Records what is planned, once it is a hook, and is none any more when rank 0 has written the trace.
+
+    Args:
+        communicator: the communicator of this process.
+        hooks: the hooks of the run.
+        plan: has been checked.
+    """
 
     def __init__(self, communicator: Communicator, hooks: Hooks, plan: Plan) -> None:
         self._communicator, self._hooks = communicator, hooks
@@ -55,10 +52,9 @@ class Profile(StepHook):
         self._seen = communicator.collectives.pulse.step
         self._first = 0  # the first step that is recorded
         self._recording, self._call = ExitStack(), ExitStack()  # close ends them
-        self.ended: bool = False
+        self._ended = False
         phases = schedule(wait=skip - 1, warmup=1, active=steps, repeat=1)
         self._profiler = self._recording.enter_context(profile(schedule=phases, acc_events=True, profile_memory=memory))
-        hooks.add_hook(self)
 
     def at_boundary(self) -> None:
         """Begin, go on or end, if a step was made. Collective where recording begins and ends."""
@@ -67,7 +63,7 @@ class Profile(StepHook):
             return
         self._seen = step
         if made == self._end_at:
-            self.close()
+            self._end()
             return
         if made == self._begin_at:
             self._begin()
@@ -82,12 +78,8 @@ class Profile(StepHook):
         if self._of_memory:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
             undo(torch.cuda.memory._record_memory_history, None)
-        collectives.pulse.mark = _mark
-        undo(setattr, collectives.pulse, "mark", None)
-        for name in ("all_reduce_async", "all_gather_async", "broadcast_async"):
-            call = getattr(collectives, name)
-            undo(setattr, collectives, name, call)
-            setattr(collectives, name, partial(_marked, call))
+        collectives.mark_calls(_mark)
+        undo(collectives.mark_calls, None)
 
     def before_call(self, call: str) -> None:
         """Mark a backward or an update."""
@@ -98,11 +90,20 @@ class Profile(StepHook):
         """Mark its end."""
         self._call.close()
 
-    def close(self, *, failed: bool = False) -> None:
+    def at_end(self) -> None:
+        """Write what was recorded so far. Collective."""
+        self._end()
+        self._communicator.barrier()  # no rank ends communication before rank 0 has all parts
+
+    def at_close(self) -> None:
+        """Record no more, if the run fails."""
+        self._end(failed=True)
+
+    def _end(self, *, failed: bool = False) -> None:
         """End the profile, unless it has ended. Collective, unless this process is failing."""
-        if self.ended:
+        if self._ended:
             return
-        self.ended = True
+        self._ended = True
         self._hooks.remove_hook(self)
         self._call.close()
         if self._of_memory and self._first and not failed:
@@ -151,55 +152,6 @@ class Profile(StepHook):
         return part_of(self._communicator.rank, events, shift - offset - self._zero)
 
 
-def check(plan: Plan, communicator: Communicator) -> None:
-    """Raise UsageError unless a profile can be made as planned, and create its folder. Collective."""
-    folder, steps, skip, ranks, _ = plan
-
-    def make_folder() -> None:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"profile() can't create {folder}: {error.strerror}.") from error
-
-    if min(steps, skip) < 1 or not ranks or not {*ranks} <= {*range(communicator.world_size)} or is_url(folder):
-        raise UsageError(
-            "profile() takes a folder on a disk, a number of steps and of steps to skip, both at least 1, and some "
-            f"ranks from 0 to {communicator.world_size - 1}, not {folder}, {steps}, {skip} and {list(ranks)}."
-        )
-    communicator.on_main(make_folder)
-
-
-def begin_on(number: int, stopping: Stopping, begin: Callable[[], None]) -> str:
-    """Call ``begin`` on all ranks, at the same boundary, whenever this process gets a signal. Return how to send it.
-
-    Raises:
-        UsageError: the signal has a handler.
-    """
-    name = signal.Signals(number).name
-
-    def request(*_: Any) -> None:
-        if stopping.begin_profile is not None:  # in a thread: this one may hold a lock that sending takes
-            Thread(target=stopping.request, args=(StopReason(profile=True),), daemon=True).start()
-
-    if signal.getsignal(number) is not signal.SIG_DFL:
-        raise UsageError(f"profile(): {name} has a handler already (submitit's, say): choose another signal.")
-    stopping.begin_profile = begin
-    signal.signal(number, request)
-    return f"kill -{name.removeprefix('SIG')} {os.getpid()} on {platform.node()} begins a profile of all ranks."
-
-
 def _mark(phase: str) -> record_function:
     """Return a context manager that marks a phase in the trace."""
     return record_function(f"unitrain: {phase}")
-
-
-def _marked(call: Callable[..., Callable[[], Any]], *arguments: Any) -> Callable[[], Any]:
-    """Start a collective of the core, and mark this and the wait for it by its name, the last argument."""
-    with _mark(arguments[-1]):
-        wait = call(*arguments)
-
-    def finish() -> Any:
-        with _mark(f"wait for {arguments[-1]}"):
-            return wait()
-
-    return finish

@@ -1,4 +1,4 @@
-"""``strategy.profile``: one trace of several ranks, on every backend, and what it leaves behind."""
+"""``Profile``: one trace of several ranks, on every backend, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import Strategy, UsageError
-from unitrain.metrics import timeline
+from unitrain.features.profile import Profile, timeline
 
 SHIFT_NS = 10**12
 Event = dict[str, Any]
@@ -58,7 +58,7 @@ def named(trace: list[Event], name: str, rank: int) -> list[Event]:
 
 def profiled(folder: Path, backend: str, ranks: list[int] | None) -> list[float]:
     with unitrain.init(backend=backend, device="cpu", accumulate=2) as strategy:
-        strategy.profile(folder, steps=2, skip=2, ranks=ranks)
+        strategy.add(Profile(folder, steps=2, skip=2, ranks=ranks))
 
         def each(strategy: Strategy, step: int) -> None:
             if step == 3:
@@ -137,7 +137,7 @@ def test_the_offset_of_a_clock_is_as_exact_as_is_said() -> None:
 def profiled_with_other_clocks(folder: Path) -> None:
     with unitrain.init(backend="ddp", device="cpu") as strategy:
         shift_clock(strategy.rank)
-        strategy.profile(folder, skip=1)
+        strategy.add(Profile(folder, skip=1))
         train(strategy, 6)
 
 
@@ -170,7 +170,7 @@ def test_a_run_pays_nothing_before_and_after(tmp_path: Path) -> None:
             vars(strategy._hooks),
         )
         before = {moment: list(calls) for moment, calls in hooks.items()}
-        strategy.profile(tmp_path, steps=1, skip=1)
+        strategy.add(Profile(tmp_path, steps=1, skip=1))
         without_loader(strategy, 3)
         assert {moment: list(calls) for moment, calls in hooks.items()} == before
         assert (
@@ -179,7 +179,7 @@ def test_a_run_pays_nothing_before_and_after(tmp_path: Path) -> None:
             ranks.broadcast_async,
         ) == calls
         assert ranks.pulse.mark is None
-        strategy.profile(tmp_path, steps=2, skip=1)
+        strategy.add(Profile(tmp_path, steps=2, skip=1))
         without_loader(strategy, 3)
     for name, steps in (("trace-step2.json.gz", 1), ("trace-step5.json.gz", 2)):
         assert len(named(events(tmp_path / name), "unitrain: backward", 0)) == steps
@@ -190,7 +190,7 @@ def test_a_run_that_ends_early_has_a_shorter_trace_or_says_so(
 ) -> None:
     for steps in (3, 4, 6):
         with unitrain.init(device="cpu") as strategy:
-            strategy.profile(tmp_path / str(steps))
+            strategy.add(Profile(tmp_path / str(steps)))
             train(strategy, steps)
     assert capfd.readouterr().err.count("nothing was profiled: the run ended after step") == 2
     trace = events(tmp_path / "6" / "trace-step5.json.gz")
@@ -203,7 +203,7 @@ def test_a_profile_ends_with_a_run_that_fails(tmp_path: Path, capfd: pytest.Capt
             raise ValueError
 
     strategy = unitrain.init(device="cpu")
-    strategy.profile(tmp_path, steps=4, skip=1)
+    strategy.add(Profile(tmp_path, steps=4, skip=1))
     with pytest.raises(ValueError), strategy:
         train(strategy, 4, fail)
     assert "nothing was profiled: the run ended after step 3" in capfd.readouterr().err
@@ -213,7 +213,7 @@ def test_a_profile_ends_with_a_run_that_fails(tmp_path: Path, capfd: pytest.Capt
 
 def unwritable(folder: Path, backend: str) -> list[float]:
     with unitrain.init(backend=backend, device="cpu") as strategy:
-        strategy.profile(folder / "gone", steps=1, skip=1)
+        strategy.add(Profile(folder / "gone", steps=1, skip=1))
         strategy.on_main((folder / "gone").rmdir)
         return train(strategy, 4)
 
@@ -231,16 +231,16 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         wrong: list[dict[str, Any]] = [{"steps": 0}, {"skip": 0}, {"ranks": [1]}, {"ranks": []}]
         for one in wrong:
             with pytest.raises(UsageError, match=r"some ranks from 0 to 0, not .*/new, "):
-                strategy.profile(tmp_path / "new", **one)
+                strategy.add(Profile(tmp_path / "new", **one))
         with pytest.raises(UsageError, match="a folder on a disk"):
-            strategy.profile("s3://bucket/run")
+            strategy.add(Profile("s3://bucket/run"))
         with pytest.raises(UsageError, match=r"can't create .*/file: File exists"):
-            strategy.profile(tmp_path / "file")
-        strategy.profile(tmp_path / "new")
+            strategy.add(Profile(tmp_path / "file"))
+        strategy.add(Profile(tmp_path / "new"))
         with pytest.raises(UsageError, match="another profile has not ended"):
-            strategy.profile(tmp_path / "new")
+            strategy.add(Profile(tmp_path / "new"))
         with pytest.raises(UsageError, match="SIGTERM has a handler already"), taken(signal.SIGTERM):
-            strategy.profile(tmp_path / "new", on_signal=signal.SIGTERM)
+            strategy.add(Profile(tmp_path / "new", on_signal=signal.SIGTERM))
 
 
 # --------------------------------------------------------------------------------------------------- on a signal
@@ -258,7 +258,7 @@ def taken(number: signal.Signals) -> Iterator[None]:
 
 def signalled(folder: Path, backend: str) -> list[float]:
     with unitrain.init(backend=backend, device="cpu", timeout_s=60) as strategy:
-        strategy.profile(folder, steps=1, skip=1, on_signal=signal.SIGUSR2)
+        strategy.add(Profile(folder, steps=1, skip=1, on_signal=signal.SIGUSR2))
         last = strategy.world_size - 1
 
         def each(strategy: Strategy, step: int) -> None:
@@ -295,7 +295,7 @@ def test_a_signal_to_one_rank_begins_a_profile_of_all_as_often_as_it_comes(
 
 def stopped(folder: Path, backend: str) -> str:
     with unitrain.init(backend=backend, device="cpu", timeout_s=60) as strategy:
-        strategy.profile(folder, on_signal=signal.SIGUSR2)
+        strategy.add(Profile(folder, on_signal=signal.SIGUSR2))
         strategy.checkpoint(folder / "checkpoints", partial=True)
 
         def each(strategy: Strategy, step: int) -> None:
@@ -324,7 +324,7 @@ def test_a_stop_is_not_lost_to_a_profile(tmp_path: Path) -> None:
 def test_a_trace_shows_how_much_memory_is_allocated(tmp_path: Path) -> None:
     kept = []
     with unitrain.init(device="cpu") as strategy:
-        strategy.profile(tmp_path, steps=2, skip=1, memory=True)
+        strategy.add(Profile(tmp_path, steps=2, skip=1, memory=True))
         train(strategy, 4, lambda *_: kept.append(torch.ones(2**20)))
     values = [event["args"]["bytes"] for event in events(tmp_path / "trace-step2.json.gz") if event["ph"] == "C"]
     assert max(values) - values[0] >= 2**22
@@ -334,7 +334,7 @@ def test_a_trace_shows_how_much_memory_is_allocated(tmp_path: Path) -> None:
 @GPU
 def test_a_snapshot_has_the_memory_of_a_gpu(tmp_path: Path) -> None:
     with unitrain.init(device="cuda") as strategy:
-        strategy.profile(tmp_path, steps=2, skip=1, memory=True)
+        strategy.add(Profile(tmp_path, steps=2, skip=1, memory=True))
         train(strategy, 4)
     with (tmp_path / "memory-step2-rank0.pickle").open("rb") as file:
         snapshot = pickle.load(file)

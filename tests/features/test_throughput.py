@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import unitrain
 from unitrain import Strategy
-from unitrain.metrics.throughput import Throughput
+from unitrain.features.throughput import Throughput
 
 WAIT_S = 0.02
 
@@ -47,7 +47,7 @@ class Slow(IterableDataset[tuple[Tensor]]):
 
 def test_time_is_split_into_data_step_and_rest() -> None:
     strategy = unitrain.init(backend="single")
-    throughput = strategy.throughput()
+    throughput = strategy.add(Throughput())
     began = time.perf_counter()
     train(strategy, Slow(), busy=lambda: time.sleep(3 * WAIT_S))
     took = time.perf_counter() - began
@@ -63,7 +63,7 @@ def test_time_is_split_into_data_step_and_rest() -> None:
 
 def test_a_reading_begins_anew_and_an_evaluation_after_the_epoch_is_not_counted() -> None:
     strategy = unitrain.init(backend="single")
-    throughput = strategy.throughput()
+    throughput = strategy.add(Throughput())
     train(strategy, rows(20))
     assert throughput.totals().samples == 20
     assert throughput.read()["samples_per_second"] > 0
@@ -80,7 +80,7 @@ def test_a_reading_begins_anew_and_an_evaluation_after_the_epoch_is_not_counted(
 
 def test_it_can_be_read_within_an_epoch_and_after_a_loop_that_was_broken_off() -> None:
     strategy = unitrain.init(backend="single")
-    throughput = strategy.throughput()
+    throughput = strategy.add(Throughput())
     loader = strategy.dataloader(rows(64), global_batch_size=8)
     readings = []
     for number, _ in enumerate(loader):
@@ -100,30 +100,29 @@ def test_a_run_that_is_not_measured_has_nothing_in_its_step() -> None:
     strategy = unitrain.init(backend="single")
     train(strategy, rows(16))
     assert not strategy._step.hooks.before_call
-    throughput = strategy.throughput()
-    assert strategy.throughput() is throughput
+    throughput = strategy.add(Throughput())
+    assert strategy._step.hooks.before_call
     assert throughput.totals() == (0, 0.0, 0.0, 0.0)
 
 
 def test_flops_are_those_of_the_samples_and_mfu_is_their_share_of_the_peak() -> None:
     strategy = unitrain.init(backend="single")
-    throughput = strategy.throughput()
+    unknown, known, share = (
+        strategy.add(Throughput(flops_per_sample=flops, peak_flops=peak))
+        for flops, peak in ((0, 0), (24, 0), (24, 1e6))
+    )
     train(strategy, rows(16))
-    assert not {"flops_per_second", "mfu"} & throughput.read().keys()
-    assert strategy.throughput(flops_per_sample=24.0) is throughput
-    train(strategy, rows(16))
-    found = throughput.read()
+    assert not {"flops_per_second", "mfu"} & unknown.read().keys()
+    found = known.read()
     assert found["flops_per_second"] == pytest.approx(24.0 * found["samples_per_second"])
     assert "mfu" not in found
-    strategy.throughput(flops_per_sample=24.0, peak_flops=1e6)
-    train(strategy, rows(16))
-    found = throughput.read()
+    found = share.read()
     assert found["mfu"] == pytest.approx(found["flops_per_second"] / 1e6)
 
 
 def measured() -> tuple[dict[str, float], int]:
     with unitrain.init(backend="ddp", device="cpu") as strategy:
-        throughput: Throughput = strategy.throughput(flops_per_sample=2.0, peak_flops=10.0)
+        throughput = strategy.add(Throughput(flops_per_sample=2.0, peak_flops=10.0))
         rank = strategy.rank
         train(strategy, rows(20), epochs=2, busy=lambda: time.sleep(WAIT_S if rank == 1 else 0.0))
         return throughput.read(), throughput.totals().samples
