@@ -134,8 +134,8 @@ class DDPBackend(ProcessGroupBackend):
             for i, wrapper in enumerate(wrappers):
                 late = late or not wrapper.has_averaged(*before[i])
                 before[i] = (wrapper.forwards, wrapper.calls)
-            if not (late or some_unused):
-                self.refuse_unused([self._names[p] for p in averaged if p.grad is None])
+            if not (late or some_unused) and (unused := [self._names[p] for p in averaged if p.grad is None]):
+                self.refuse_unused(unused)
             if late:
                 self.average(parameters)
             elif others:

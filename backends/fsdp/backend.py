@@ -167,8 +167,8 @@ class FSDPBackend(ProcessGroupBackend):
                 module.reshard()
             if self.settings.find_unused_parameters:
                 self._drop_unused(sharded)
-            else:
-                self.refuse_unused([self._names[p] for p in sharded if p not in self.sharding.used])
+            elif unused := [self._names[p] for p in sharded if p not in self.sharding.used]:
+                self.refuse_unused(unused)
             self.sharding.used.difference_update(sharded)
             if others:
                 self.average(others)

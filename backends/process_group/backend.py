@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -138,13 +138,12 @@ class ProcessGroupBackend(Backend):
         if not self._adopted and dist.is_initialized():
             dist.destroy_process_group()
 
-    def refuse_unused(self, names: Sequence[str]) -> None:
-        """Raise UsageError if parameters of these names were not used: torch waits for the gradients of all."""
-        if names:
-            raise UsageError(
-                f"{len(names)} parameters were not used in computing this step's loss ({', '.join(names[:3])}, ...), "
-                f"but {self.name} waits for all: set {self.name}.find_unused_parameters to true, or freeze them first."
-            )
+    def refuse_unused(self, names: Sequence[str]) -> NoReturn:
+        """Raise UsageError for parameters that were not used, by name: torch waits for the gradients of all."""
+        raise UsageError(
+            f"{len(names)} parameters were not used in computing this step's loss ({', '.join(names[:3])}, ...), "
+            f"but {self.name} waits for all: set {self.name}.find_unused_parameters to true, or freeze them first."
+        )
 
     def average(self, parameters: Sequence[Parameter]) -> None:
         """Average gradients over the ranks. Those that are equal on all ranks stay the same."""

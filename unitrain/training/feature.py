@@ -13,7 +13,7 @@ from unitrain.training.models.passes import ModulePass
 class Feature(StepHook, Verdict):
     """A capability that is added to a run with ``strategy.add``. A subclass overrides what it needs.
 
-    It is notified around each step (the methods of ``StepHook``), may forbid a step on all ranks (those of
+    It is notified around each step (the methods of ``StepHook``), may forbid a step on all ranks (the methods of
     ``Verdict``), and may have a state that checkpoints save and resume. One that changes modules in ``prepare`` is a
     ``ModulePass`` as well.
 

@@ -52,7 +52,7 @@ class LocalSGDSettings(Section):
 
 
 class Settings(Section):
-    """The settings that this feature adds to those of a run."""
+    """The settings that this feature adds to a run."""
 
     local_sgd: LocalSGDSettings = LocalSGDSettings()
 

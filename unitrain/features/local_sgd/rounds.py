@@ -35,9 +35,9 @@ from unitrain.features.local_sgd.states import LocalStates
 from unitrain.training.feature import Feature
 from unitrain.training.gradients.gradients import GradientReducer
 from unitrain.training.gradients.guard import GuardedStep
-from unitrain.training.loop.averaging import WAITING, Averaging
+from unitrain.training.loop.averaging import WAITING, Averaging, Replicas
 from unitrain.training.loop.judge import Findings, NonFinitePolicy
-from unitrain.training.loop.sockets import Replicas, Sockets
+from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.window import Window
 from unitrain.training.models.buffers import BufferSync
 from unitrain.training.optimizers.sharded import divided

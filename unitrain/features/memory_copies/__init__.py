@@ -26,7 +26,7 @@ class MemoryCopiesSettings(Section):
 
 
 class Settings(Section):
-    """The settings that this feature adds to those of a run."""
+    """The settings that this feature adds to a run."""
 
     memory_copies: MemoryCopiesSettings = MemoryCopiesSettings()
 

@@ -20,7 +20,7 @@ EXCLUDES = (
 
 
 class Settings(Section):
-    """The setting that this feature adds to those of a run."""
+    """The setting that this feature adds to a run."""
 
     on_spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = "ignore"
     """What ranks do if the norm of the gradients is far above the last 128 steps'; rewind: go back about 100 steps."""

@@ -58,7 +58,7 @@ class Evidence:
         return None if self._nan is None else gradient + self._nan.to(gradient.device, gradient.dtype)
 
     def refuse_loss(self) -> None:
-        """Record that a loss is not finite."""
+        """Record a non-finite loss."""
         self.loss_is_finite = False
 
     def add_loss(self, loss: Tensor, *, averaged: bool) -> None:

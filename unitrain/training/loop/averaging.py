@@ -1,12 +1,14 @@
-"""Averages gradients over the ranks.
+"""Averages gradients over the ranks, and knows whether these have one model.
 
 ``Averaging`` is a process alone, which has nothing to average. ``GradientAveraging`` averages the gradients of several
-ranks in every step: the backend does it, or the core's buckets.
+ranks in every step: the backend does it, or the core's buckets. A feature that averages otherwise replaces it, and with
+it ``Replicas``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.nn import Parameter
@@ -199,3 +201,40 @@ class GradientAveraging(Averaging):
         """Remove the hooks of the core's buckets."""
         for reducer in self._reducers:
             reducer.close()
+
+
+class Replicas:
+    """Whether the ranks' copies of a model are one model now. As it stands: after every step.
+
+    A feature that lets ranks train apart for a while replaces it.
+
+    Attributes:
+        differ: why the weights differ between ranks after a step, as a clause; "" if they never do.
+    """
+
+    differ: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the weights differ now, since the last step did not end with one model."""
+        return False
+
+    def end_step(self) -> bool:
+        """Return whether the ranks have one model after this step, so that the run may stop here. Collective."""
+        return True
+
+    def end_epoch(self) -> bool:
+        """Give all ranks one model, since the data have ended. Return whether they had several. Collective."""
+        return False
+
+    def shared_weights(self, call: str | None = None, *, buffers: bool = False) -> AbstractContextManager[None]:
+        """Return a context manager in which the model has weights that all ranks share.
+
+        Args:
+            call: the call that needs them. UsageError is raised if there are none at this point.
+            buffers: share buffers, too; the call is collective then.
+        """
+        return nullcontext()
+
+    def check(self, call: str) -> None:
+        """Raise UsageError for a call that needs one model on all ranks, if they have several."""

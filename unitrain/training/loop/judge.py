@@ -1,4 +1,4 @@
-"""Decides whether a step is made whose gradients are known, and what follows one that is not, on all ranks alike."""
+"""Decides, once the gradients are known, whether a step is made, and what follows one that is not, on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Verdict:
         """Continue after a step that this has forbidden, or raise ``Stopped`` to end the run."""
 
     def not_finite(self, window: Window) -> bool:
-        """Return whether this deals with a step whose loss or gradients are not finite, and the run goes on."""
+        """Return whether this deals with a step with a non-finite loss or gradient, so that the run continues."""
         return False
 
 
@@ -51,7 +51,7 @@ class NonFinitePolicy:
         self._policy = policy
 
     def message(self, own: Findings, parameters: Sequence[Parameter], when: str) -> str:
-        """Return which ranks have a loss or gradient that is not finite, and the first parameter. Collective."""
+        """Return which ranks have a non-finite loss or gradient, and the first parameter. Collective."""
         ranks = self._communicator.all_gather_data(own)
         bad_losses = [rank for rank, (is_good, _, _) in enumerate(ranks) if not is_good]
         bad_gradients = [rank for rank, (_, is_good, _) in enumerate(ranks) if not is_good]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from unitrain.communication.backend import Backend
@@ -10,7 +9,7 @@ from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.job.watch.stopping import Stopping
 from unitrain.training.hooks import Hooks
-from unitrain.training.loop.averaging import Averaging, GradientAveraging
+from unitrain.training.loop.averaging import Averaging, GradientAveraging, Replicas
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.judge import Verdict
 from unitrain.training.models.passes import ModulePass
@@ -18,45 +17,8 @@ from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.state_parts import MakePart, States
 
 
-class Replicas:
-    """Whether the ranks' copies of a model are one model now. As it stands: after every step.
-
-    A feature that lets ranks train apart for a while replaces it.
-
-    Attributes:
-        differ: why the weights differ between ranks after a step, as a clause; "" if they never do.
-    """
-
-    differ: str = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the weights differ now, since the last step did not end with one model."""
-        return False
-
-    def end_step(self) -> bool:
-        """Return whether the ranks have one model after this step, so that the run may stop here. Collective."""
-        return True
-
-    def end_epoch(self) -> bool:
-        """Give all ranks one model, since the data have ended. Return whether they had several. Collective."""
-        return False
-
-    def shared_weights(self, call: str | None = None, *, buffers: bool = False) -> AbstractContextManager[None]:
-        """Return a context manager in which the model has weights that all ranks share.
-
-        Args:
-            call: the call that needs them. UsageError is raised if there are none at this point.
-            buffers: share buffers, too; the call is collective then.
-        """
-        return nullcontext()
-
-    def check(self, call: str) -> None:
-        """Raise UsageError for a call that needs one model on all ranks, if they have several."""
-
-
 class WayBack(Protocol):
-    """Keeps earlier states of the run, to which weights can go back while the training goes on."""
+    """Keeps earlier states of the run, to which weights can go back while the training continues."""
 
     def go_back(self, before: int) -> int | None:
         """Put weights and optimizers back as they were after the newest step that is kept, up to ``before``.

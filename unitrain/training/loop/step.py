@@ -17,12 +17,12 @@ from unitrain.pulse import USER_CODE
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
 from unitrain.training.hooks import Hooks
-from unitrain.training.loop.averaging import Averaging
+from unitrain.training.loop.averaging import Averaging, Replicas
 from unitrain.training.loop.backward import Backward
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import ScriptChecks
 from unitrain.training.loop.judge import Judge, NonFinitePolicy
-from unitrain.training.loop.sockets import Replicas, Sockets
+from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.weights import Losses, LossScale, ScriptLosses, ScriptWeights, Weights
 from unitrain.training.loop.window import Window, Windows
 from unitrain.training.models.supported import check_scheduler
@@ -178,7 +178,7 @@ class TrainingStep:
         return micro_batch.last if sync is None else sync
 
     def _judge_clip_and_step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
-        """Let the optimizer step, with the hooks around it. One call, since a GPU may judge while the host goes on."""
+        """Let the optimizer step, with the hooks around it. One call, since a GPU may judge while the host continues."""
         optimizer, parameters, evidence = window.optimizer, window.parameters, window.evidence
         stepped, norm = False, None
         try:

@@ -34,8 +34,8 @@ class Losses(NamedTuple):
 
     each: list[Tensor]
     weights: list[Weight]
-    """One for each loss, or none. After those of several losses come a checksum of their names or number, so that
-    their totals show whether all ranks have the same."""
+    """One for each loss, or none. After the weights of several losses comes a checksum of their names or number,
+    so that their totals show whether all ranks have the same."""
 
     @classmethod
     def of(cls, loss: Any, weight: Any) -> Losses:
@@ -190,7 +190,7 @@ class LossScale:
 
     @property
     def handles_overflows(self) -> bool:
-        """Whether gradients that are not finite may only mean that the scale was too large."""
+        """Whether infinite gradients may only mean that the scale was too large."""
         return self.scaler is not None and self.scaler.get_scale() > 1.0
 
     def start(self, loss: Tensor, weight: Weight) -> Tensor:
