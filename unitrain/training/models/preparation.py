@@ -21,7 +21,6 @@ from unitrain.rng import derived_seed, seed_rank
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.models import activation_checkpointing, comparison, supported
 from unitrain.training.models.compile import compile_in_place
-from unitrain.training.models.exact_randomness import ExactRandomness
 from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
 from unitrain.training.models.passes import ModulePass
 from unitrain.training.models.precision import remove_hooks
@@ -43,7 +42,6 @@ class Preparation:
         prepared: PreparedModules,
         register: Callable[[Optimizer], object],
         current_batch: CurrentBatch,
-        randomness: ExactRandomness | None,
         config: StrategyConfig,
         *,
         wraps: bool,
@@ -54,7 +52,6 @@ class Preparation:
         self._prepared = prepared
         self._register = register
         self._current_batch = current_batch
-        self._randomness = randomness
         self._wraps = wraps
         self._config = config
         self._ranks_differ = False  # in the random numbers that they draw
@@ -105,8 +102,6 @@ class Preparation:
             activation_checkpointing.apply(block)
         for each in in_order(self._passes):
             each.apply(module)
-        if self._randomness is not None:
-            self._randomness.apply(module)
         if self._communicator.world_size > 1:
             comparison.check_models(self._communicator, [*module.named_parameters(), *module.named_buffers()])
             if values is None:
