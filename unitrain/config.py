@@ -98,10 +98,6 @@ class StrategyConfig(Section):
     """fp32; bf16 or fp16 (autocast with float32 weights); fp64 (casts model and inputs; to verify results)."""
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over the global batch instead of each process's part of it."""
-    activation_checkpointing: Annotated[
-        bool | tuple[str, ...], Field(json_schema_extra={"allowed": "true, false or names of classes"})
-    ] = False
-    """Compute activations of these classes of modules again in the backward, to save memory; true: of all blocks."""
     compile: bool | CompileMode = False
     """Compile prepared models with torch.compile: true, or a mode. The first steps take longer."""
     broadcast_buffers: bool = True
