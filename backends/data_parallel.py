@@ -98,11 +98,6 @@ class DataParallelBackend(LocalBackend):
                 f"sync_batchnorm is not supported by backend data_parallel on {len(devices)} devices: each replica "
                 f"normalises its own part of the batch. Use backend ddp (torchrun --nproc-per-node {len(devices)} ...)."
             )
-        if len(devices) > 1 and config.exact_randomness:
-            raise ConfigError(
-                f"exact_randomness is not supported by backend data_parallel on {len(devices)} devices: use backend "
-                f"ddp, one process per GPU (torchrun --nproc-per-node {len(devices)} ...)."
-            )
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)

@@ -98,18 +98,12 @@ class StrategyConfig(Section):
     """fp32; bf16 or fp16 (autocast with float32 weights); fp64 (casts model and inputs; to verify results)."""
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over the global batch instead of each process's part of it."""
-    activation_checkpointing: Annotated[
-        bool | tuple[str, ...], Field(json_schema_extra={"allowed": "true, false or names of classes"})
-    ] = False
-    """Compute activations of these classes of modules again in the backward, to save memory; true: of all blocks."""
     compile: bool | CompileMode = False
     """Compile prepared models with torch.compile: true, or a mode. The first steps take longer."""
     broadcast_buffers: bool = True
     """Broadcast rank 0's values of buffers that a forward changes (not BatchNorm's) after each step, as DDP does."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of python's, numpy's and torch's generators on every rank, and of the order of the data."""
-    exact_randomness: bool = False
-    """Draw a sample's random numbers in a forward (dropout) by its place in the epoch, equal on any number of ranks."""
     deterministic: bool = False
     """Use deterministic algorithms only; slower, and an error where torch has none."""
     accumulate: Annotated[int, Field(ge=1)] = 1
@@ -172,8 +166,6 @@ class StrategyConfig(Section):
         """Refuse settings that are mutually exclusive."""
         if self.precision == "fp64" and self.compression != "none":
             raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
-        if self.exact_randomness:
-            self._refuse_unreproducible()
         if self.metrics_port is None and self.metrics_host != StrategyConfig.model_fields["metrics_host"].default:
             raise conflict("metrics_port", "metrics_host", "without a port, nothing listens")
         if self.compression == "powersgd":
@@ -184,12 +176,6 @@ class StrategyConfig(Section):
             if self.on_nonfinite == "skip":
                 raise conflict("on_nonfinite", "compression", "powersgd carries a skipped gradient into later steps")
         return self
-
-    def _refuse_unreproducible(self) -> None:
-        if self.compile:
-            raise conflict("exact_randomness", "compile", "compiled code draws its own random numbers")
-        if self.compression == "powersgd":
-            raise conflict("exact_randomness", "compression", "powersgd is lossy, and draws random numbers itself")
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

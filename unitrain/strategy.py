@@ -39,7 +39,6 @@ from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.loop.weights import ScriptLosses, ScriptWeights
 from unitrain.training.models import preparation
 from unitrain.training.models.buffers import BufferSync
-from unitrain.training.models.exact_randomness import ExactRandomness
 from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
@@ -104,10 +103,6 @@ class Strategy:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
         if self.world_size > 1:
             self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
-        randomness = None
-        if config.exact_randomness:
-            randomness = ExactRandomness(self._step.batches, self._communicator, self.shares)
-            self._hooks.add_hook(randomness)
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
@@ -115,7 +110,6 @@ class Strategy:
             self._prepared,
             self._step.windows.register,
             self._step.batches.current_batch,
-            randomness,
             config,
             wraps=self.world_size == 1 or self._step.averaging.in_step,
         )

@@ -19,9 +19,8 @@ from unitrain.errors import UsageError
 from unitrain.process import print_stderr
 from unitrain.rng import derived_seed, seed_rank
 from unitrain.training.batch_norm import layers as batch_norm
-from unitrain.training.models import activation_checkpointing, comparison, supported
+from unitrain.training.models import comparison, supported
 from unitrain.training.models.compile import compile_in_place
-from unitrain.training.models.exact_randomness import ExactRandomness
 from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
 from unitrain.training.models.passes import ModulePass
 from unitrain.training.models.precision import remove_hooks
@@ -43,7 +42,6 @@ class Preparation:
         prepared: PreparedModules,
         register: Callable[[Optimizer], object],
         current_batch: CurrentBatch,
-        randomness: ExactRandomness | None,
         config: StrategyConfig,
         *,
         wraps: bool,
@@ -54,7 +52,6 @@ class Preparation:
         self._prepared = prepared
         self._register = register
         self._current_batch = current_batch
-        self._randomness = randomness
         self._wraps = wraps
         self._config = config
         self._ranks_differ = False  # in the random numbers that they draw
@@ -64,12 +61,10 @@ class Preparation:
         for one in objects:
             supported.check_kind(one)
         modules = [one for one in objects if isinstance(one, nn.Module)]
-        wanted = self._config.activation_checkpointing
-        blocks = activation_checkpointing.blocks(modules, wanted) if modules and wanted else []
         if modules:
             for each in in_order(self._passes):
                 each.inspect(modules)
-        done = {i: self._module(one, blocks, initialise) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
+        done = {i: self._module(one, initialise) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
         for one in objects:
             if isinstance(one, Optimizer):
                 self._optimizer(one)
@@ -84,7 +79,7 @@ class Preparation:
         """Record that the ranks' random number generators have been restored: ``prepare`` seeds them no more."""
         self._ranks_differ = True
 
-    def _module(self, module: nn.Module, blocks: Sequence[nn.Module], initialise: Initialise) -> nn.Module:
+    def _module(self, module: nn.Module, initialise: Initialise) -> nn.Module:
         if module in self._prepared:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
         supported.check_module(module)
@@ -101,12 +96,8 @@ class Preparation:
             self._current_batch,
             only_torchs=not self._config.sync_batchnorm,
         )
-        for block in set(blocks).intersection(module.modules()):
-            activation_checkpointing.apply(block)
         for each in in_order(self._passes):
             each.apply(module)
-        if self._randomness is not None:
-            self._randomness.apply(module)
         if self._communicator.world_size > 1:
             comparison.check_models(self._communicator, [*module.named_parameters(), *module.named_buffers()])
             if values is None:
@@ -179,7 +170,6 @@ def export(module: nn.Module, backend: Backend, passes: Iterable[ModulePass]) ->
     plain = backend.sharding.copy_module(module).cpu().eval()
     for each in reversed(in_order(passes)):
         each.revert(plain)
-    activation_checkpointing.revert(plain)
     batch_norm.revert(plain)
     remove_hooks(plain)
     return plain

@@ -23,11 +23,13 @@ import unitrain
 from unitrain import ConfigError, StrategyConfig, UsageError
 from unitrain.communication.backend import load_backend
 from unitrain.communication.communicator import Communicator
+from unitrain.features.exact_randomness.draws import Draw, mix
+from unitrain.features.exact_randomness.randomness import ExactRandomness
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
-from unitrain.rng import Draw, mix, mixed
-from unitrain.training.loop.batches import OpenBatches
-from unitrain.training.models.exact_randomness import ExactRandomness
+from unitrain.rng import mixed
+from unitrain.training.loop.sockets import Sockets
+from unitrain.training.models.prepared import PreparedModules
 
 WIDTH, LENGTH, SAMPLES, GLOBAL_BATCH = 8, 5, 22, 6
 EXACT = 1e-9
@@ -205,12 +207,22 @@ def test_settings_that_exclude_it(setting: dict[str, Any]) -> None:
         unitrain.init(exact_randomness=True, **setting)
 
 
+def plug_in(backend: str, devices: tuple[str, ...]) -> None:
+    """Plug the feature into a run of one process on these devices, which this host may not have."""
+    config = StrategyConfig(backend=backend, device="cpu")
+    made = load_backend(backend)(config, Launch("python"), torch.device(devices[0]))
+    made.device, *_ = made.devices = tuple(map(torch.device, devices))
+    ExactRandomness().plug_in(Sockets(Communicator(made, Pulse()), made, PreparedModules((1,)), config))
+
+
 def test_a_device_without_float64_is_refused() -> None:
-    communicator = Communicator(
-        load_backend("single")(StrategyConfig(backend="single"), Launch("python"), torch.device("mps")), Pulse()
-    )
     with pytest.raises(ConfigError, match=r"exact_randomness draws numbers in float64, which device mps lacks"):
-        ExactRandomness(OpenBatches(), communicator, (1,))
+        plug_in("single", ("mps",))
+
+
+def test_a_process_that_splits_batches_over_several_devices_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not supported by backend data_parallel on 2 devices.*nproc-per-node 2"):
+        plug_in("data_parallel", ("cpu", "cpu"))
 
 
 def test_evaluations_exports_and_the_process_s_generator_are_as_before() -> None:

@@ -11,9 +11,42 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unitrain.errors import ConfigError, UsageError, nearest
+from unitrain.training.feature import Feature
+from unitrain.training.models.passes import ModulePass
 
 
-def blocks(modules: Sequence[nn.Module], wanted: bool | Sequence[str]) -> list[nn.Module]:
+class ActivationCheckpointing(Feature, ModulePass):
+    """Checkpoints the activations of blocks.
+
+    Args:
+        wanted: see ``find_blocks``.
+    """
+
+    place = 20
+
+    def __init__(self, wanted: bool | Sequence[str]) -> None:
+        self._wanted = wanted
+        self._blocks: set[nn.Module] = set()  # of the modules that are being prepared
+
+    def inspect(self, modules: Sequence[nn.Module]) -> None:
+        """Find the blocks: a class may be of one of several modules only."""
+        self._blocks = set(find_blocks(modules, self._wanted)) if self._wanted else set()
+
+    def apply(self, module: nn.Module) -> None:
+        """Checkpoint the activations of a module's blocks. The hooks of a block are not run again."""
+        for block in self._blocks.intersection(module.modules()):
+            self._blocks.remove(block)
+            block.forward = partial(_checkpointed, block.forward)
+
+    def revert(self, copy: nn.Module) -> None:
+        """Give the blocks of a copy their own forward."""
+        for layer in copy.modules():
+            forward = vars(layer).get("forward")
+            if isinstance(forward, partial) and forward.func is _checkpointed:
+                del layer.forward
+
+
+def find_blocks(modules: Sequence[nn.Module], wanted: bool | Sequence[str]) -> list[nn.Module]:
     """Return the outermost modules to checkpoint.
 
     ``wanted`` has names of classes; or is True for the children of each ``ModuleList`` and ``Sequential`` that have
@@ -64,19 +97,6 @@ def _check(block: nn.Module) -> None:
                 f"activation_checkpointing does not support a {kind} with a {type(layer).__name__} ({name}), which "
                 "would count each batch twice. Name blocks without BatchNorm, or use GroupNorm or LayerNorm."
             )
-
-
-def apply(block: nn.Module) -> None:
-    """Checkpoint the activations of a block, in place. Its own hooks are not run again."""
-    block.forward = partial(_checkpointed, block.forward)
-
-
-def revert(module: nn.Module) -> None:
-    """Undo ``apply`` in all modules of a model, in place."""
-    for layer in module.modules():
-        forward = vars(layer).get("forward")
-        if isinstance(forward, partial) and forward.func is _checkpointed:
-            del layer.forward
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,44 +21,55 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unitrain.communication.communicator import Communicator
-from unitrain.data.loop import Iteration
-from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.order.shares import part_of
 from unitrain.device import precise
 from unitrain.errors import ConfigError, UsageError
-from unitrain.rng import Draw, derived_seed, mixed, seed_torch
-from unitrain.training.hooks import StepHook
+from unitrain.features.exact_randomness.draws import Draw
+from unitrain.rng import derived_seed, mixed, seed_torch
+from unitrain.training.feature import Feature
+from unitrain.training.loop.batches import OpenBatches
+from unitrain.training.loop.sockets import Sockets
+from unitrain.training.models.passes import ModulePass
 from unitrain.training.models.precision import hook_handles
 
 _SEEDS = 2**62
 _aten = torch.ops.aten
 
 
-class Batches(Protocol):
-    """The batches that a script trains on, as ``OpenBatches`` knows them."""
-
-    @property
-    def current(self) -> tuple[MicroBatch, Iteration] | None:
-        """The micro-batch that a forward is of, and its iteration over a loader; None without a loader."""
-
-
-class ExactRandomness(StepHook):
+class ExactRandomness(Feature, ModulePass):
     """Enters and leaves the mode in which random numbers belong to samples: in forwards, and in their backward."""
 
-    def __init__(self, batches: Batches, communicator: Communicator, shares: tuple[int, ...]) -> None:
-        if precise(communicator.device) != communicator.device:
-            raise ConfigError(
-                f"exact_randomness draws numbers in float64, which device {communicator.device} lacks: set it to cpu."
-            )
-        self._batches = batches
-        self._rank = communicator.rank
-        self._device = communicator.device
-        self._shares = shares
+    _batches: OpenBatches
+    _device: torch.device
+    _rank: int
+    _shares: tuple[int, ...]
+
+    def __init__(self) -> None:
         self._place: tuple[int, int, int, int] | None = None  # seed, epoch, step and start of the micro-batch
         self._forwards = 0  # of this micro-batch
         self._mode = _Mode()
         self._entered: list[tuple[Tensor, Any] | None] = []
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Plug this into a run.
+
+        Raises:
+            ConfigError: its device lacks float64, or its backend splits batches over several devices.
+        """
+        backend = sockets.backend
+        if len(backend.devices) > 1:
+            raise ConfigError(
+                f"exact_randomness is not supported by backend {backend.name} on {len(backend.devices)} devices: use "
+                f"backend ddp, one process per GPU (torchrun --nproc-per-node {len(backend.devices)} ...)."
+            )
+        self._device = sockets.communicator.device
+        if precise(self._device) != self._device:
+            raise ConfigError(
+                f"exact_randomness draws numbers in float64, which device {self._device} lacks: set it to cpu."
+            )
+        self._batches = sockets.batches
+        self._rank, self._shares = sockets.communicator.rank, sockets.prepared.shares
+        super().plug_in(sockets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExactRandomness:
         """Return this object: a copy of a model is used with the same batches."""
