@@ -40,7 +40,7 @@ from shared.processes import ALONE, GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processe
 from shared.report import Found, run, table
 from shared.workloads import mlp
 from unitrain.communication.backend import load_backend
-from unitrain.job.endpoint import Endpoint
+from unitrain.features.metrics_endpoint.endpoint import Endpoint
 from unitrain.job.joining.handshake import handshake
 from unitrain.job.watch.hub import heartbeat_interval_s
 from unitrain.job.watch.hub_server import HubServer
@@ -52,7 +52,7 @@ JOBS = (64, 1000, 10_000)
 # torch's clients of a store look up the names of both ends. What a name server takes for that is not to be measured.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}
 END = "the end of a rank"
-ENDPOINT = ("`metrics_port`: a heartbeat, µs", "an answer")
+ENDPOINT = ("`metrics.port`: a heartbeat, µs", "an answer")
 RUN_S, CHECKPOINTS, CHECKPOINT_BYTES = 600.0, 10, 100_000_000
 
 
@@ -116,7 +116,7 @@ def hub_share(ranks: int, seconds: float) -> float:
 
 
 def measure_endpoint(ranks: int) -> Found:
-    """Take a heartbeat of every rank twice, and answer once, as ``metrics_port`` has rank 0 do."""
+    """Take a heartbeat of every rank twice, and answer once, as ``metrics.port`` has rank 0 do."""
     endpoint = Endpoint(members(ranks), "127.0.0.1", 0, Pulse())
     begin = time.process_time()
     for step in range(2):

@@ -129,10 +129,6 @@ class StrategyConfig(Section):
     """Timeout of a collective in seconds; after it the job ends with an error."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 30.0
     """Seconds without a heartbeat after which a rank counts as stalled and the job ends; at most timeout_s."""
-    metrics_port: Annotated[int, Field(ge=0, lt=2**16)] | None = None
-    """Port at which rank 0 serves metrics of the job, for Prometheus and unitrain top; 0: any free one; null: none."""
-    metrics_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address at which it listens; 0.0.0.0: on all of its host's."""
     pin_memory: bool | None = None
     """Load batches into pinned memory, for faster copies to a GPU; null: on a GPU, for what workers read."""
     """Copies of the state in host memory, from which a killed job resumes."""
@@ -166,8 +162,6 @@ class StrategyConfig(Section):
         """Refuse settings that are mutually exclusive."""
         if self.precision == "fp64" and self.compression != "none":
             raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
-        if self.metrics_port is None and self.metrics_host != StrategyConfig.model_fields["metrics_host"].default:
-            raise conflict("metrics_port", "metrics_host", "without a port, nothing listens")
         if self.compression == "powersgd":
             if self.deterministic:
                 raise conflict("deterministic", "compression", "powersgd needs DDP's buckets, whose order may vary")

@@ -25,7 +25,7 @@ from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
 from unitrain.data.order.shares import reduced
 from unitrain.device import pick_device
-from unitrain.errors import UsageError
+from unitrain.errors import ConfigError, UsageError
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
@@ -88,8 +88,7 @@ class Strategy:
         self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config, self._job.stopping)
         self._hooks = sockets.hooks
         sockets.passes.append(self._precision)
-        for feature in features.make(config):
-            feature.plug_in(sockets)
+        self._add_features()
         if self._precision.scaler is not None:
             sockets.states.add("scaler", self._precision.scaler)
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
@@ -116,6 +115,18 @@ class Strategy:
         self._metric_check = torchmetric.MetricCheck(self.world_size)
         self._metric_check.begin()
         self._checkpoint: Checkpoint | None = None
+
+    def _add_features(self) -> None:
+        """Add the features that the settings turn on. If one refuses them, on all ranks alike, leave the job."""
+        try:
+            for feature in features.make(self.config):
+                feature.plug_in(self._sockets)
+        except ConfigError:
+            self._job.abandon()
+            for close in self._hooks.at_close:
+                close()
+            self._communicator.collectives.close(failed=True)
+            raise
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -334,10 +345,9 @@ class Strategy:
 
         if is_url(folder):
             raise UsageError(f"{folder} is a URL, but trackers write to a folder: pass a path.")
-        endpoint = self._job.endpoint
-        if endpoint is not None:
-            endpoint.announce(folder)
-        show = None if endpoint is None else endpoint.log
+        for opened in self._hooks.at_folder:
+            opened(folder)
+        show = self._hooks.logged if self.is_main else []
         return Trackers(self._communicator, trackers, Path(folder), name, self.global_step, show)
 
     def check_in_sync(self, module: nn.Module) -> None:
@@ -592,8 +602,8 @@ class Strategy:
         if self._job.watch is not None:
             self._job.watch.before_restart(self._checkpoint.folder.release)
         features.attach(self._checkpoint, self._sockets)
-        if self._job.endpoint is not None:
-            self._job.endpoint.announce(folder)
+        for opened in self._hooks.at_folder:
+            opened(folder)
         return self._checkpoint
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -633,8 +643,6 @@ class Strategy:
             job.stopping.close()
             for close in self._hooks.at_close:
                 close()
-            if job.endpoint is not None:
-                job.endpoint.close()
             if self._checkpoint is not None:
                 self._checkpoint.abandon()  # if the run fails
                 self._checkpoint = None  # it has wrapped models, with what they communicate by

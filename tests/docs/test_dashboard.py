@@ -19,7 +19,7 @@ import pytest
 from places import ROOT
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from unitrain.job.endpoint import Endpoint
+from unitrain.features.metrics_endpoint.endpoint import Endpoint
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.messages import Heartbeat
 from unitrain.pulse import USER_CODE, Pulse

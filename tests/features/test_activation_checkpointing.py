@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import ConfigError, Strategy, UsageError
+from unitrain.features.activation_checkpointing import Settings
 
 EXACT = 1e-9
 
@@ -234,4 +235,4 @@ def test_the_setting_is_read_from_a_variable(monkeypatch: pytest.MonkeyPatch) ->
     for written, expected in (("true", True), ("Block", ("Block",)), ("Block, Layer", ("Block", "Layer"))):
         monkeypatch.setenv("UNITRAIN_ACTIVATION_CHECKPOINTING", written)
         with _open(backend="single") as strategy:
-            assert strategy.config.activation_checkpointing == expected
+            assert Settings.of(strategy.config).activation_checkpointing == expected

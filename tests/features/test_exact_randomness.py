@@ -25,6 +25,8 @@ from unitrain.communication.backend import load_backend
 from unitrain.communication.communicator import Communicator
 from unitrain.features.exact_randomness.draws import Draw, mix
 from unitrain.features.exact_randomness.randomness import ExactRandomness
+from unitrain.job.watch.boundaries import Boundaries
+from unitrain.job.watch.stopping import Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
 from unitrain.rng import mixed
@@ -212,7 +214,9 @@ def plug_in(backend: str, devices: tuple[str, ...]) -> None:
     config = StrategyConfig(backend=backend, device="cpu")
     made = load_backend(backend)(config, Launch("python"), torch.device(devices[0]))
     made.device, *_ = made.devices = tuple(map(torch.device, devices))
-    ExactRandomness().plug_in(Sockets(Communicator(made, Pulse()), made, PreparedModules((1,)), config))
+    pulse = Pulse()
+    stopping = Stopping(Boundaries(pulse), pulse, None, is_main=True)
+    ExactRandomness().plug_in(Sockets(Communicator(made, pulse), made, PreparedModules((1,)), config, stopping))
 
 
 def test_a_device_without_float64_is_refused() -> None:

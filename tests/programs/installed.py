@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain.communication.backend import backend_names, load_backend
 
-WITH_EXTRAS = ("unitrain.job.endpoint", "unitrain.recipes", "unitrain.testing")
+WITH_EXTRAS = ("unitrain.features.metrics_endpoint.endpoint", "unitrain.recipes", "unitrain.testing")
 for module in pkgutil.walk_packages(unitrain.__path__, "unitrain."):
     if module.name.rpartition(".")[2] != "__main__" and not module.name.startswith(WITH_EXTRAS):
         import_module(module.name)

@@ -93,7 +93,7 @@ def files_entered(with_loader: bool) -> dict[str, list[str]]:
         model, optimizer = strategy.prepare(module, SGD(module.parameters(), lr=0.1))
         samples = torch.arange(256.0).view(64, 4) / 256
         loader = strategy.dataloader(TensorDataset(samples), global_batch_size=8)
-        batches = iter(loader) if with_loader else iter([(part,) for part in samples[strategy.rank :: 2].split(4)])
+        batches = iter(loader) if with_loader else iter([(part,) for part in samples[strategy.rank :: 2].split(4)])  # type: ignore[no-untyped-call]
         for number, (batch,) in enumerate(batches):
             loss = model(batch).pow(2).mean()
             if number == 5:  # the first steps register, compare and check

@@ -609,9 +609,11 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "compression": st.sampled_from(["none", "fp16", "bf16"]),
         "timeout_s": positive(1_000_000),
         "heartbeat_timeout_s": positive(1_000_000),
-        "metrics_port": or_none(st.integers(0, 2**16 - 1)),
-        "metrics_host": st.just("127.0.0.1"),
         "pin_memory": or_none(st.booleans()),
+    },
+    "metrics": {
+        "port": or_none(st.integers(0, 2**16 - 1)),
+        "host": st.just("127.0.0.1"),
     },
     "local_sgd": {
         "steps": st.just(1),

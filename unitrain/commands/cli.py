@@ -25,10 +25,9 @@ _COMMANDS = {
     "doctor": "show what this machine has for distributed training, and the command that adds what is missing",
     "install-horovod": "build Horovod against the installed torch, install it, and test it on two processes",
     "run": "run a command, forward signals to its ranks so that they stop with a checkpoint, and restart it on failure",
-    "top": "show what the ranks of a running job do, in the terminal (needs its setting metrics_port)",
     "verify": "train with every launcher and backend found here, and compare each with a plain loop on one device",
 }
-"""What each command does."""
+"""What each command of the core does. Features add others, in modules ``command``."""
 _MODULES = {"doctor": "doctor.command", "install-horovod": "horovod.install", "verify": "verify.command"}
 """Where a command's module in ``unitrain.commands`` does not have its name."""
 
@@ -68,11 +67,21 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unitrain", description="One PyTorch training script, under every launcher.")
     parser.add_argument("--version", action="version", version=f"unitrain {version('unitrain')}")
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
-    for name, summary in _COMMANDS.items():
+    for name, (summary, module) in sorted(_commands(argv).items()):
         command = commands.add_parser(name, help=summary, description=sentence(summary))
         if argv[:1] == [name]:  # the others are not imported, so that --help starts faster
-            import_module(f"unitrain.commands.{_MODULES.get(name, name)}").add_arguments(command)
+            import_module(module).add_arguments(command)
     return parser
+
+
+def _commands(argv: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return what each command does, and its module. Those of features are left out if the command is the core's."""
+    commands = {name: (summary, f"unitrain.commands.{_MODULES.get(name, name)}") for name, summary in _COMMANDS.items()}
+    if not commands.keys() & set(argv[:1]):
+        from unitrain import features  # imports pydantic, which few commands need
+
+        commands |= {module.NAME: (module.SUMMARY, module.__name__) for module in features.commands()}
+    return commands
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ that settings are read without it.
 - ``check(config, backend)``: raises ConfigError if it does not work with a backend. Called if the feature is turned on.
 - ``make(config)``: returns the ``unitrain.Feature`` that is added to the run, if the feature is turned on.
 - ``attach(checkpoint, sockets)``: adds hooks to a checkpoint that was opened. Called if the feature is turned on.
+
+If it has a module ``command``, this is a command of ``unitrain``: ``NAME``, ``SUMMARY``, a clause for its help, and
+``add_arguments(parser)``, as in ``unitrain.commands``.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,6 +63,13 @@ class Exclusion(NamedTuple):
 def modules() -> tuple[ModuleType, ...]:
     """Return the packages of all features, in alphabetical order."""
     return tuple(import_module(f"{__name__}.{entry.name}") for entry in pkgutil.iter_modules(__path__) if entry.ispkg)
+
+
+def commands() -> list[Any]:
+    """Return the modules of commands that features add. Other features are not imported: most import torch."""
+    names = [entry.name for entry in pkgutil.iter_modules(__path__) if entry.ispkg]
+    having = [name for name in names if any(Path(folder, name, "command.py").exists() for folder in __path__)]
+    return [import_module(f"{__name__}.{name}.command") for name in having]
 
 
 def settings() -> list[type[Section]]:

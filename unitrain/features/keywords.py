@@ -38,8 +38,7 @@ class StrategySettings(TypedDict, total=False):
     debug: bool
     timeout_s: float
     heartbeat_timeout_s: float
-    metrics_port: int | None
-    metrics_host: str
+    metrics: Section | Mapping[str, Any]
     pin_memory: bool | None
     memory_copies: Section | Mapping[str, Any]
     # The only place in the core that names backends, and only for type checkers. PEP 728's extra_items could declare

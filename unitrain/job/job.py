@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import os
-import socket
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.errors import BackendError, ConfigError, LaunchError, UnitrainError
+from unitrain.errors import BackendError, LaunchError, UnitrainError
 from unitrain.job.joining.authentication import authenticate
 from unitrain.job.joining.handshake import handshake
 from unitrain.job.joining.self_test import check_collectives
 from unitrain.job.joining.start_watch import watched_start
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.exit_watch import watch_exit
-from unitrain.job.watch.hub import Member
 from unitrain.job.watch.stopping import HOSTS_CHANGED, Stopping
 from unitrain.job.watch.watch import Watch
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
-
-if TYPE_CHECKING:
-    from unitrain.job.endpoint import Endpoint
 
 # A library's error about another rank's death may arrive before the hub's verdict on that rank.
 CAUSE_S = 3.0
@@ -71,7 +64,6 @@ class Job:
         watch: sends heartbeats to rank 0 and ends this process when the job ends; None in a world of one.
         secret_key: the job's key; None if the ranks share no secret.
         stopping: stops this process at the same boundary as the others.
-        endpoint: serves metrics of the job on rank 0, with ``metrics_port``.
         failed: whether this process is ending because of an error; it then does not wait for other ranks.
         ended: whether it is leaving, or has left, the job.
     """
@@ -86,8 +78,6 @@ class Job:
         self.secret_key: bytes | None = None
         boundaries = Boundaries(self.pulse)
         self.watch: Watch | None = None
-        self.endpoint: Endpoint | None = None
-        members = [Member(0, socket.gethostname(), os.getpid(), 0)]
         if communicator.world_size > 1:
             key = authenticate(communicator, backend, launch, config.timeout_s, os.environ)
             self.secret_key = key.value if key.is_secret else None
@@ -95,11 +85,7 @@ class Job:
             if launch.node_rank is None:  # unknown to the launcher: hosts are numbered in the order of the ranks
                 hosts = [member.host for member in members]
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
-        if config.metrics_port is not None:
-            communicator.on_main(lambda: self._open_endpoint(members, config.metrics_host, config.metrics_port or 0))
-        if communicator.world_size > 1:
-            observe = None if self.endpoint is None else self.endpoint.observe
-            self.watch = Watch(communicator, members, boundaries, config, launch, key.value, observe)
+            self.watch = Watch(communicator, members, boundaries, config, launch, key.value)
             watch_exit(
                 str(self.watch), self.pulse,
                 warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,
@@ -109,16 +95,6 @@ class Job:
         if launch.elastic:
             backend.watch_hosts(lambda: self.stopping.request(HOSTS_CHANGED))
 
-    def _open_endpoint(self, members: list[Member], host: str, port: int) -> None:
-        if find_spec("prometheus_client") is None:
-            raise ConfigError(
-                "metrics_port needs the package prometheus_client, which rank 0 does not have: pip install "
-                '"unitrain[metrics]", or leave metrics_port unset.'
-            )
-        from unitrain.job.endpoint import Endpoint  # few jobs need it
-
-        self.endpoint = Endpoint(members, host, port, self.pulse)
-
     def is_secondary(self, error: BaseException | None) -> bool:
         """Return whether an error is, or was caused by, one that the library raises when another rank has gone."""
         while error is not None:
@@ -126,6 +102,13 @@ class Job:
                 return True
             error = error.__cause__ or error.__context__
         return False
+
+    def abandon(self) -> None:
+        """Leave the job before it has begun, since all ranks refuse its settings. The process may join another."""
+        global _current
+        self.ended = True
+        self.leave()
+        _current = None
 
     def leave(self) -> None:
         """Leave the job, after every rank has reached its end."""

@@ -50,7 +50,7 @@ class Trackers:
         folder: folder of the run's results. The ids of its runs are kept in it.
         name: name of the run; the folder's by default.
         step: the last step before the run was resumed; 0 for a new run.
-        show: called with what is logged, on rank 0, with ``metrics_port``.
+        show: called with what is logged, on rank 0.
 
     Raises:
         ConfigError: a tracker's library is not installed, or it could not be started; on every rank.
@@ -63,7 +63,7 @@ class Trackers:
         folder: Path,
         name: str | None,
         step: int,
-        show: Callable[[Mapping[str, float]], None] | None = None,
+        show: Sequence[Callable[[Mapping[str, float]], None]] = (),
     ) -> None:
         self._show = show
         self._workers: list[_Worker] = []
@@ -115,11 +115,11 @@ class Trackers:
         Raises:
             UsageError: a metric is not a number, nor a tensor with one element. Reading one from a GPU waits for it.
         """
-        if not self._workers and self._show is None:
+        if not self._workers and not self._show:
             return
         numbers = {name: _number(name, value) for name, value in metrics.items()}
-        if self._show is not None:
-            self._show(numbers)
+        for show in self._show:
+            show(numbers)
         for worker in self._workers:
             worker.calls.put(lambda tracker: tracker.log(numbers, step))
 

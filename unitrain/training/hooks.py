@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -15,7 +16,8 @@ AfterUpdate = Callable[[Optimizer, Sequence[Parameter], bool], None]
 Watched = Callable[[Optimizer, Sequence[Parameter]], None]
 _MOMENTS = (
     "registered", "watched", "before_call", "after_call", "before_update", "after_update", "after_error",
-    "at_boundary", "at_epoch_end", "at_end", "at_close", "batches",
+    "at_boundary", "at_epoch_end", "at_end", "at_close", "at_folder", "logged",
+    "batches",
 )  # fmt: skip
 
 
@@ -65,6 +67,12 @@ class StepHook:
     def at_close(self) -> None:
         """The strategy is being closed, after ``at_end`` or an error. Not collective: other ranks may have failed."""
 
+    def at_folder(self, folder: str | Path) -> None:
+        """The run writes results to this folder from now on: a path or a URL."""
+
+    def logged(self, metrics: Mapping[str, float]) -> None:
+        """The script logs metrics. Called on rank 0."""
+
     def batches(self, batches: Batches) -> Batches:
         """Return an iterator that yields the batches of a training iteration, to measure it."""
         return batches
@@ -87,6 +95,8 @@ class Hooks:
     at_epoch_end: list[Callable[[], None]]
     at_end: list[Callable[[], None]]
     at_close: list[Callable[[], None]]
+    at_folder: list[Callable[[str | Path], None]]
+    logged: list[Callable[[Mapping[str, float]], None]]
     batches: list[Callable[[Batches], Batches]]
 
     def __init__(self, *hooks: StepHook) -> None:

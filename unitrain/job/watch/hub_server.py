@@ -16,8 +16,8 @@ from unitrain.job.watch.link import LENGTH, MOST_BYTES, close_in_children
 from unitrain.job.watch.messages import Message, decode, encode
 from unitrain.launch.network.open_files import allow_connections
 
-Observe = Callable[[int, messages.Heartbeat, float], None] | None
-"""Called with each heartbeat of a rank, and the time."""
+Observer = Callable[[int, messages.Heartbeat, float], None]
+"""Called with the number of a rank, its heartbeat, and the time."""
 _CHECKS_PER_HEARTBEAT = 4
 
 
@@ -35,6 +35,10 @@ class HubServer(threading.Thread):
 
     A rank must have the job's ``key`` to be admitted, within ``timeout_s``. With ``one_host``, no other host can.
     The other arguments are those of ``Hub``.
+
+    Attributes:
+        port: the port that it listens at.
+        observers: called with each heartbeat; none by default.
     """
 
     def __init__(
@@ -45,7 +49,6 @@ class HubServer(threading.Thread):
         timeout_s: float,
         heartbeat_timeout_s: float,
         one_host: bool,
-        observe: Observe = None,
     ) -> None:
         super().__init__(name="unitrain hub", daemon=True)
         allow_connections(len(members))
@@ -54,7 +57,7 @@ class HubServer(threading.Thread):
         self.port: int = self._listener.getsockname()[1]
         self._admit = partial(admit_ranks, self._listener, key, len(members), timeout_s)
         self._interval_s = heartbeat_interval_s(heartbeat_timeout_s, len(members))
-        self._observe = observe
+        self.observers: list[Observer] = []
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._make_hub = partial(
             Hub, members, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, send=self._send
@@ -96,8 +99,9 @@ class HubServer(threading.Thread):
         while (message := await _next(reader)) is not None:
             now = time.monotonic()
             hub.receive(rank, message, now)
-            if self._observe is not None and isinstance(message, messages.Heartbeat):
-                self._observe(rank, message, now)
+            if self.observers and isinstance(message, messages.Heartbeat):
+                for observe in self.observers:
+                    observe(rank, message, now)
             if hub.finished:
                 return
         self._hang_up(rank)

@@ -21,7 +21,7 @@ from unitrain.job.watch import messages
 from unitrain.job.watch.admission import introduce
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.hub import SILENT_END, Member, heartbeat_interval_s
-from unitrain.job.watch.hub_server import HubServer, Observe
+from unitrain.job.watch.hub_server import HubServer, Observer
 from unitrain.job.watch.link import Link
 from unitrain.job.watch.messages import Message, Verdict
 from unitrain.launch.detect import Launch
@@ -39,8 +39,7 @@ _LONG_S = 1.0
 class Watch:
     """The watchdog of one process. Collective: connects to the hub, which waits for all ranks.
 
-    It shares ``boundaries``, at which this process can be stopped, with ``Stopping``. On rank 0, ``observe`` is as in
-    ``HubServer``.
+    It shares ``boundaries``, at which this process can be stopped, with ``Stopping``.
 
     Attributes:
         members: all processes of the job, by rank.
@@ -55,20 +54,19 @@ class Watch:
         config: StrategyConfig,
         launch: Launch,
         key: bytes,
-        observe: Observe,
     ) -> None:
         self.key: bytes = key
         self._launch = launch
         self._one_host = launch.local_world_size == communicator.world_size
         self._pulse = communicator.collectives.pulse
-        self._is_observed = config.metrics_port is not None
+        self._is_observed = False
         self._boundaries = boundaries
         self.members: tuple[Member, ...] = tuple(members)
         self._me = members[communicator.rank]
         self._timeout_s = config.timeout_s
         self._heartbeat_timeout_s = min(config.heartbeat_timeout_s, config.timeout_s)
         self._interval_s = heartbeat_interval_s(self._heartbeat_timeout_s, len(members))
-        self._link, self._server = self._connect(communicator, key, observe)
+        self._link, self._server = self._connect(communicator, key)
         self._changed = threading.Condition()
         self._verdict: Verdict | None = None
         self._answer: messages.Answer | messages.CallsAgree | None = None
@@ -84,14 +82,14 @@ class Watch:
         """Return the process that this watch belongs to, for messages."""
         return str(self._me)
 
-    def _connect(self, communicator: Communicator, key: bytes, observe: Observe) -> tuple[Link, HubServer | None]:
+    def _connect(self, communicator: Communicator, key: bytes) -> tuple[Link, HubServer | None]:
         server: HubServer | None = None
 
         def start() -> tuple[list[str], int]:
             nonlocal server
             server = HubServer(
                 self.members, key, timeout_s=self._timeout_s, heartbeat_timeout_s=self._heartbeat_timeout_s,
-                one_host=self._one_host, observe=observe,
+                one_host=self._one_host,
             )  # fmt: skip
             server.start()
             return ["127.0.0.1"] if self._one_host else own_addresses(), server.port
@@ -139,6 +137,16 @@ class Watch:
                 and may have another rank. It is called in the watch's thread.
         """
         self._release = release
+
+    def observe(self, observer: Observer | None) -> None:
+        """Have heartbeats tell the memory that each process uses, and whether it loads data. Called on all ranks.
+
+        Args:
+            observer: on rank 0, called with each heartbeat of any rank, in the hub's thread.
+        """
+        self._is_observed = True
+        if self._server is not None and observer is not None:
+            self._server.observers.append(observer)
 
     def whereabouts(self) -> str:
         """Return what the ranks that this one waits for are doing, or an empty string if rank 0 does not answer."""

@@ -1,4 +1,4 @@
-"""Rank 0's endpoint of OpenMetrics, with ``metrics_port``: what heartbeats show of the ranks, and what the script logs.
+"""Rank 0's endpoint of OpenMetrics: the state of the ranks by their heartbeats, and the metrics that the script logs.
 
 Prometheus and ``unitrain top`` read it.
 """
@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from unitrain import call_site
 from unitrain.errors import ConfigError
+from unitrain.features.metrics_endpoint import FILE
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.link import close_in_children
 from unitrain.job.watch.messages import Heartbeat
@@ -32,8 +33,6 @@ from unitrain.process import print_stderr, resident_memory
 from unitrain.pulse import Pulse
 from unitrain.url import parsed
 
-FILE = "metrics_endpoint.json"
-"""Where the address is, in folders of the run."""
 # How many heartbeats averages are over.
 _STEPS_OVER, _WAITS_OVER = 8, 60
 # How much less of the time than the median rank a rank waits if the others wait for it. By chance it is seldom 0.15.
@@ -90,7 +89,7 @@ class Endpoint:
         except OSError as error:
             raise ConfigError(
                 f"rank 0 can't serve metrics at {host}, port {port}, on {self._about['host']}: {error.strerror}. Set "
-                "metrics_port to a free port, or to 0 for any, and metrics_host to an address of rank 0's host."
+                "metrics.port to a free port, or to 0 for any, and metrics.host to an address of rank 0's host."
             ) from error
         close_in_children(self._server.socket)
         self.port: int = self._server.server_port

@@ -1,4 +1,4 @@
-"""What ``metrics_port`` serves: of heartbeats, of a real job, and of what the script logs."""
+"""What ``metrics.port`` serves: of heartbeats, of a real job, and of what the script logs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import unitrain
 from unitrain import ConfigError, Strategy, call_site
-from unitrain.commands.top import View, find
-from unitrain.job.endpoint import FILE, Endpoint
+from unitrain.features.metrics_endpoint import FILE
+from unitrain.features.metrics_endpoint.endpoint import Endpoint
+from unitrain.features.metrics_endpoint.view import View, find
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.messages import Heartbeat
 from unitrain.pulse import USER_CODE, Pulse
@@ -136,7 +137,7 @@ def look(folder: Path) -> View:
 
 
 def in_a_job(folder: Path) -> list[int]:
-    with unitrain.init(device="cpu", metrics_port=0) as strategy:
+    with unitrain.init(device="cpu", metrics={"port": 0}) as strategy:
         train(strategy, folder)
         found: list[int] = []
         if strategy.is_main:
@@ -160,7 +161,7 @@ def without_the_library() -> str:
     sys.modules["prometheus_client"] = None  # type: ignore[assignment]  # as if it were not installed
     try:
         with pytest.raises(ConfigError) as caught:
-            unitrain.init(device="cpu", metrics_port=0)
+            unitrain.init(device="cpu", metrics={"port": 0})
         return str(caught.value)
     finally:
         del sys.modules["prometheus_client"]
@@ -175,12 +176,12 @@ def test_without_the_library_no_rank_begins() -> None:
 def test_a_port_that_is_taken(three: Endpoint) -> None:
     port = three.port
     with pytest.raises(ConfigError, match=f"can't serve metrics at 127.0.0.1, port {port}, .*: Address already in use"):
-        unitrain.init(device="cpu", metrics_port=port)
+        unitrain.init(device="cpu", metrics={"port": port})
 
 
 def test_an_address_of_another_host() -> None:
     with pytest.raises(ConfigError, match=r"can\'t serve metrics at 192\.0\.2\.1, port 0"):
-        unitrain.init(device="cpu", metrics_port=0, metrics_host="192.0.2.1")
+        unitrain.init(device="cpu", metrics={"port": 0, "host": "192.0.2.1"})
 
 
 class Asked(Dataset[bool]):

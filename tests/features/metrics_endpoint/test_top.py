@@ -25,8 +25,9 @@ from jobs import run_job
 from rich.console import Console
 
 from unitrain.commands.cli import main
-from unitrain.commands.top import View, bars
-from unitrain.job.endpoint import FILE, Endpoint
+from unitrain.features.metrics_endpoint import FILE
+from unitrain.features.metrics_endpoint.endpoint import Endpoint
+from unitrain.features.metrics_endpoint.view import View, bars
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.messages import Heartbeat
 from unitrain.pulse import USER_CODE, Pulse
@@ -110,7 +111,7 @@ def test_a_folder_without_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "No such file or directory" in refused(capsys, str(tmp_path))
     for text in ("{", "[]", "{}", '{"address": "a", "port": "b", "host": "c"}'):
         (tmp_path / FILE).write_text(text)
-        assert "does a job with metrics_port run in" in refused(capsys, str(tmp_path))
+        assert "does a job with metrics.port run in" in refused(capsys, str(tmp_path))
 
 
 def test_a_job_that_has_left_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,12 +199,12 @@ def test_ctrl_c_ends_it(endpoint: Endpoint) -> None:
 RESTARTED = """
 import json, os, signal, sys, unitrain
 from pathlib import Path
-from unitrain.commands.top import View, find
+from unitrain.features.metrics_endpoint.view import View, find
 
 file = Path("run", "metrics_endpoint.json")
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 port = json.loads(file.read_text())["port"] if life else 0
-with unitrain.init(device="cpu", metrics_port=port) as strategy:
+with unitrain.init(device="cpu", metrics={"port": port}) as strategy:
     model = strategy.prepare(__import__("torch").nn.Linear(1, 1))
     strategy.checkpoint("run", model=model, partial=True)
     if not life and strategy.rank:

@@ -1,8 +1,7 @@
-"""``unitrain top``: a live view of a running job in the terminal, from the endpoint that ``metrics_port`` opens."""
+"""A live view of a running job in the terminal, from the endpoint that the setting ``metrics.port`` opens."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -22,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from unitrain.errors import ConfigError, UsageError
+from unitrain.features.metrics_endpoint import FILE
 
-_FILE = "metrics_endpoint.json"  # as in unitrain.job.endpoint, which needs prometheus_client
 _TIMEOUT_S, _SILENT_S = 60.0, 15.0
 # Seconds between two answers, and how many times longer than an answer takes: rank 0 trains, too.
 _PAUSE_S, _TIMES = 1.0, 10.0
@@ -32,7 +31,7 @@ _BARS, _BARS_SHOWN, _RATE_OVER = "▁▂▃▄▅▆▇█", 40, 6
 _COLUMNS = ("rank", "host", "step", "s/step", "in", "waits", "memory", "heard")
 
 
-def top(target: str, once: bool = False) -> int:
+def show(target: str, once: bool) -> int:
     """Show a job until it ends; or ``once``, as if stdout is no terminal."""
     if find_spec("prometheus_client") is None:
         raise ConfigError('this needs the package prometheus_client: pip install "unitrain[metrics]".')
@@ -62,13 +61,13 @@ def find(target: str) -> tuple[str, int, str, str]:
         if match is None or int(match[2]) >= 2**16:
             raise UsageError(f"{target} is neither the folder of a run nor HOST:PORT.")
         return match[1], int(match[2]), "", ""
-    file = next(iter([*folder.glob(_FILE), *folder.glob(f"*/{_FILE}")]), folder / _FILE)
+    file = next(iter([*folder.glob(FILE), *folder.glob(f"*/{FILE}")]), folder / FILE)
     try:
         its = json.loads(file.read_text(encoding="utf-8"))
         host, port, id_, its_host = str(its["address"]), int(its["port"]), str(its["id"]), str(its["host"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
-            f"{file} can't be read ({error}): does a job with metrics_port run in {folder}, the folder of its trackers "
+            f"{file} can't be read ({error}): does a job with metrics.port run in {folder}, the folder of its trackers "
             "or checkpoints? Or pass HOST:PORT as rank 0 has printed them."
         ) from error
     if its_host != socket.gethostname():
@@ -175,10 +174,3 @@ def bars(values: Sequence[float]) -> str:
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, scale = min(finite), (len(_BARS) - 1) / ((max(finite) - min(finite)) or 1.0)
     return "".join(_BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    parser.add_argument("target", metavar="FOLDER|HOST:PORT", help="folder of a run on this host, or rank 0's address")
-    parser.add_argument("--once", action="store_true", help="print the current state and exit")
-    parser.set_defaults(run=top)
