@@ -12,12 +12,13 @@ that settings are read without it.
 - ``check(config, backend)``: raises ConfigError if it does not work with a backend. Called if the feature is turned on.
 - ``make(config)``: returns the ``unitrain.Feature`` that is added to the run, if the feature is turned on.
 - ``attach(checkpoint, sockets)``: adds hooks to a checkpoint that was opened. Called if the feature is turned on.
+- ``PROBES``: functions by name, each of which returns what ``unitrain doctor`` says about this host.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -64,6 +65,11 @@ def modules() -> tuple[ModuleType, ...]:
 def settings() -> list[type[Section]]:
     """Return the settings of all features."""
     return [module.Settings for module in modules() if hasattr(module, "Settings")]
+
+
+def probes() -> dict[str, Callable[[], str]]:
+    """Return the functions that look at this host for ``unitrain doctor``, by the name of what they look at."""
+    return {name: probe for module in modules() for name, probe in getattr(module, "PROBES", {}).items()}
 
 
 def refuse_exclusions(config: StrategyConfig) -> StrategyConfig:
