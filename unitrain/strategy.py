@@ -267,7 +267,7 @@ class Strategy:
             UsageError: it is not a feature, or does not fit this run.
 
         Example:
-            >>> ema = strategy.add(EMA(model, decay=0.999))
+            >>> skips = strategy.add(SkipOutliers(factor=4.0))
         """
         if not isinstance(feature, Feature):
             raise UsageError(f"add() takes a unitrain.Feature, not {type(feature).__name__}: make it a subclass.")
@@ -280,7 +280,7 @@ class Strategy:
         """Context manager for evaluation: eval mode, no gradients, BatchNorm the same on all ranks. Collective.
 
         Running statistics of layers that are not synchronised are averaged over the ranks first. Every layer's
-        training mode is restored at the end. For an EMA, its model is evaluated with the averaged weights.
+        training mode is restored at the end. Of an average of weights, its model is evaluated with these.
         """
         if not modules:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
@@ -530,13 +530,13 @@ class Strategy:
 
         With a ``config.json``, transformers' ``from_pretrained`` reads the folder, and so does ``load_weights``. The
         ranks write the files together, and none has more than one whole tensor of a sharded model. Running statistics
-        of BatchNorm layers that are not synchronised are averaged over the ranks first. Of an EMA, the averaged
-        weights are saved.
+        of BatchNorm layers that are not synchronised are averaged over the ranks first. Of an average
+        of weights, these are saved.
 
         An earlier model in the folder is replaced. If that is interrupted, the folder has no model that can be read.
 
         Args:
-            module: the model, as ``prepare`` returned it, or an EMA.
+            module: the model, as ``prepare`` returned it, or an average of its weights.
             folder: a path, or a URL that fsspec knows.
             max_file_size: number of bytes of tensors in a file. A larger tensor has a file of its own.
 
@@ -575,7 +575,7 @@ class Strategy:
             keep: number of checkpoints to keep, beside the best.
             background: write checkpoints while training continues.
             partial: the checkpoints lack something that the run trains with on purpose. Otherwise, the first one warns
-                of an optimizer, a scheduler, a loader or an EMA that is missing.
+                of an optimizer, a scheduler, a loader or a feature that is missing.
             **objects: modules, optimizers, schedulers, loaders and dicts of plain values, by name.
 
         Raises:
@@ -615,7 +615,7 @@ class Strategy:
 
         Collective if the module is sharded: every rank gets a whole copy.
 
-        Of an average, such as an EMA, it is a copy of its model with the averaged weights.
+        Of an average of weights, it is a copy of its model with the averaged weights.
         """
         if isinstance(module, Average):
             with module.swapped() as averaged:

@@ -27,7 +27,7 @@ from markdown_it import MarkdownIt
 from places import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COPY = re.compile(r"<!-- diff: (.+?) -->")
+COPY = re.compile(r"<!-- (?P<kind>diff|source): (?P<of>.+?) -->")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Block:
         text: what it holds.
         not_run: why it is not run; an empty string if it is.
         answer: what its commands get from stdin.
-        copy: whether it is a difference of scripts that are tested themselves.
+        copy: whether it is copied from files that are tested themselves (``page_copies``).
     """
 
     place: str

@@ -104,7 +104,7 @@ def run(block: Block, names: dict[str, Any], printed: str) -> str:
         lines = {line[line.find(":") + 1 :] if line.startswith("[") else line for line in without_numbers(printed)}
         assert lines.issuperset(without_numbers(block.text)), f"{block.place}: was printed:\n{printed}"
     else:
-        assert block.copy, f"{block.place}: a block of {block.language or 'no language'} can't be run: say why"
+        raise AssertionError(f"{block.place}: a block of {block.language or 'no language'} can't be run: say why")
     return printed
 
 
@@ -113,7 +113,7 @@ def run_page(page: Path, folder: Path, *, python_only: bool = False, without: st
     os.chdir(folder)
     printed = ""
     for _, section in groupby(BLOCKS[page], lambda block: block.section):
-        run_here = [block for block in section if not block.not_run]
+        run_here = [block for block in section if not (block.not_run or block.copy)]
         if without and any(f"from {without} import" in block.text for block in run_here):
             continue
         python = [block for block in run_here if block.language == "python" and not block.title]

@@ -12,6 +12,7 @@ that settings are read without it.
 - ``check(config, backend)``: raises ConfigError if it does not work with a backend. Called if the feature is turned on.
 - ``make(config)``: returns the ``unitrain.Feature`` that is added to the run, if the feature is turned on.
 - ``attach(checkpoint, sockets)``: adds hooks to a checkpoint that was opened. Called if the feature is turned on.
+- ``PROBES``: functions by name, each of which returns what ``unitrain doctor`` says about this host.
 
 If it has a module ``command``, this is a command of ``unitrain``: ``NAME``, ``SUMMARY``, a clause for its help, and
 ``add_arguments(parser)``, as in ``unitrain.commands``.
@@ -20,7 +21,7 @@ If it has a module ``command``, this is a command of ``unitrain``: ``NAME``, ``S
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -75,6 +76,11 @@ def commands() -> list[Any]:
 def settings() -> list[type[Section]]:
     """Return the settings of all features."""
     return [module.Settings for module in modules() if hasattr(module, "Settings")]
+
+
+def probes() -> dict[str, Callable[[], str]]:
+    """Return the functions that look at this host for ``unitrain doctor``, by the name of what they look at."""
+    return {name: probe for module in modules() for name, probe in getattr(module, "PROBES", {}).items()}
 
 
 def refuse_exclusions(config: StrategyConfig) -> StrategyConfig:

@@ -7,13 +7,14 @@ import platform
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from typing import Literal
 
 import psutil
 
+from unitrain import features
 from unitrain.commands.horovod.check import find_horovod
 from unitrain.communication.backend import backend_names
 from unitrain.launch.detect import detect
@@ -161,18 +162,8 @@ def _host_name() -> Finding:
     return Finding("warning", summary, f"sudo sed -i '1i {own[0]} {name}' /etc/hosts")
 
 
-def _copies_in_memory() -> Finding:
-    """Return which folders this user's runs have in the host's memory. A job that was killed leaves them."""
-    from unitrain.features.memory_copies.memory_store import memory_folder, prefix
-
-    found, size = sorted(memory_folder().glob(f"{prefix()}*")), 0
-    for file in (file for folder in found for file in folder.rglob("*")):
-        with suppress(FileNotFoundError):  # a run replaces its copies
-            size += file.stat().st_size
-    if not found:
-        return Finding("ok", "none")
-    shown = ", ".join(map(str, found))
-    return Finding("ok", f"{size / 2**30:.1f} GiB in {shown}: remove the folders of runs that are not resumed")
+def _of_feature(probe: Callable[[], str]) -> Finding:
+    return Finding("ok", probe())
 
 
 PROBES: dict[str, Callable[[], Finding]] = {
@@ -186,7 +177,7 @@ PROBES: dict[str, Callable[[], Finding]] = {
     "launched_by": _launched_by,
     "backends": _backends,
     "machine": _machine,
-    "copies_in_memory": _copies_in_memory,
+    **{name: partial(_of_feature, probe) for name, probe in features.probes().items()},
     "network": _network,
     "host_name": _host_name,
 }

@@ -25,7 +25,7 @@ def copies_and_exports(world: World) -> None:
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
         x = torch.randn(4, 4) + strategy.rank
         if world.shards:
-            with pytest.raises(UsageError, match=r"use strategy\.ema"):
+            with pytest.raises(UsageError, match=r"use strategy\.export"):
                 copy.deepcopy(prepared)
         else:
             _train_beside_a_copy(strategy, prepared, optimizer, x)
