@@ -121,8 +121,6 @@ class StrategyConfig(Section):
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compress gradients: half the bytes (fp16, bf16) or far fewer (powersgd, ddp only); lossy."""
-    shard_optimizer: bool = False
-    """Divide the optimizer's state and its update over the ranks (ZeRO-1): less memory; fsdp does so in any case."""
     debug: bool = False
     """Compare the ranks' calls before each collective, and keep local gradients to find which rank's is not finite."""
     timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 600.0

@@ -74,8 +74,6 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     features.check(resolved, backend)
     _set_process_state(resolved, launch)
     if launch.rank == 0:
-        if resolved.shard_optimizer and backend.shards:
-            print_stderr(f"unitrain: shard_optimizer changes nothing: backend {backend.name!r} shards more than that.")
         for line in advice(launch, choices(resolved.device)):
             print_stderr(f"unitrain: {line}")
     try:

@@ -94,10 +94,6 @@ class Strategy:
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
-        if self._communicator.sharding.of_optimizers:
-            from unitrain.training.optimizers.sharded import ShardedOptimizers  # few scripts need it
-
-            self._hooks.add_hook(ShardedOptimizers(self._communicator))
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
         if self.world_size > 1:

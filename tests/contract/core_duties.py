@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adafactor, Muon, Optimizer
 from torch.utils.data import DataLoader
 
-from unitrain import CommunicationError, NonFiniteError, Stopped, Strategy, UsageError
+from unitrain import CommunicationError, NonFiniteError, Stopped, Strategy, StrategyConfig, UsageError
 from unitrain.testing.duties import DUTIES
 from unitrain.testing.duty import Duty, duty, registered, several_processes
 from unitrain.testing.models import (
@@ -316,7 +316,10 @@ def _muon(model: Net) -> list[Optimizer]:
 
 
 @duty(
-    needs=lambda world, _: world.processes > 1 and not world.shards,
+    # Features are folders that can be deleted: without this one, there is no such setting.
+    needs=lambda world, _: (
+        world.processes > 1 and not world.shards and "shard_optimizer" in StrategyConfig.model_fields
+    ),
     each={"muon": _muon, "adafactor": _adafactor},
 )
 def sharded_optimizers(world: World, make: Callable[[Net], list[Optimizer]]) -> None:

@@ -79,7 +79,7 @@ class Backend(ABC):
         self.world_size: int = self.expected_world(launch)
         self.device = device
         self.devices: tuple[torch.device, ...] = (device,)
-        self.sharding: Sharding = Sharding(of_optimizers=config.shard_optimizer and self.world_size > 1)
+        self.sharding: Sharding = Sharding()
 
     # ------------------------------------------------------------------------- called before anything is started
 

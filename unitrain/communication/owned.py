@@ -31,6 +31,4 @@ class OwnedBy:
 
 def refuse() -> NoReturn:
     """Raise UsageError: a copy would lose the state that other ranks own."""
-    raise UsageError(
-        "with shard_optimizer, a rank has a part of the optimizer's state: use strategy.checkpoint or strategy.save."
-    )
+    raise UsageError("a rank has a part of a sharded optimizer's state: use strategy.checkpoint or strategy.save.")

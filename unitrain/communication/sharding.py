@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 from torch import Tensor, nn
@@ -19,24 +19,26 @@ class Sharding:
 
     Args:
         of_parameters: whether each rank has a part of each parameter (a shard).
-        of_optimizers: whether each rank has the optimizer's state of some parameters only (``shard_optimizer``).
         replicas: number of ranks that have the same shard.
         offloads: whether shards and their gradients are in host memory instead of on the device.
 
     Attributes:
         any: whether parameters or the state of optimizers are sharded.
-        owners: with ``shard_optimizer``, the rank that has the state of a parameter.
+        of_optimizers: whether each rank has the optimizer's state of some parameters only.
+        owners: the ranks that have the states of parameters, if optimizers are sharded.
     """
 
-    def __init__(
-        self, *, of_parameters: bool = False, of_optimizers: bool = False, replicas: int = 1, offloads: bool = False
-    ) -> None:
+    def __init__(self, *, of_parameters: bool = False, replicas: int = 1, offloads: bool = False) -> None:
         self.of_parameters: bool = of_parameters
-        self.of_optimizers: bool = of_optimizers
-        self.any: bool = of_parameters or of_optimizers
+        self.of_optimizers: bool = False
+        self.any: bool = of_parameters
         self.replicas: int = replicas
         self.offloads: bool = offloads
         self.owners: dict[Parameter, int] = {}
+
+    def divide_optimizers(self) -> None:
+        """Note that each rank has the optimizer's state of some parameters only, those that ``owners`` gives it."""
+        self.of_optimizers = self.any = True
 
     def is_sharded(self, value: object) -> TypeGuard[Tensor]:
         """Return whether a value is a sharded tensor."""
@@ -69,3 +71,12 @@ class Sharding:
     def copy_module(self, module: nn.Module) -> nn.Module:
         """Return a deep copy of a module as ``wrap_model`` got it, with its weights of now. Collective if sharded."""
         return copied(module)
+
+
+def divided(parameters: Iterable[Parameter], sizes: list[int]) -> dict[Parameter, int]:
+    """Return the part of each parameter: the largest first, each to the smallest part. Add to the parts' elements."""
+    part_of = {}
+    for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):  # frozen ones have no state
+        part_of[parameter] = smallest = sizes.index(min(sizes))
+        sizes[smallest] += parameter.numel()
+    return part_of

@@ -10,6 +10,7 @@ that settings are read without it.
   feature is always on.
 - ``EXCLUDES``: settings that it can't be combined with, and why.
 - ``check(config, backend)``: raises ConfigError if it does not work with a backend. Called if the feature is turned on.
+- ``VERIFIED``: arguments of ``unitrain.testing.parity.cases.Case``, to compare training with it with a plain loop.
 - ``make(config)``: returns the ``unitrain.Feature`` that is added to the run, if the feature is turned on.
 - ``attach(checkpoint, sockets)``: adds hooks to a checkpoint that was opened. Called if the feature is turned on.
 - ``PROBES``: functions by name, each of which returns what ``unitrain doctor`` says about this host.
@@ -81,6 +82,11 @@ def settings() -> list[type[Section]]:
 def probes() -> dict[str, Callable[[], str]]:
     """Return the functions that look at this host for ``unitrain doctor``, by the name of what they look at."""
     return {name: probe for module in modules() for name, probe in getattr(module, "PROBES", {}).items()}
+
+
+def verified() -> list[dict[str, Any]]:
+    """Return the arguments of the cases in which ``unitrain verify`` trains with features."""
+    return [arguments for module in modules() for arguments in getattr(module, "VERIFIED", ())]
 
 
 def refuse_exclusions(config: StrategyConfig) -> StrategyConfig:

@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from unitrain import call_site
+from unitrain.communication.sharding import divided
 from unitrain.device import HALF_DTYPES
 from unitrain.errors import UsageError
 from unitrain.features.local_sgd import LocalSGDSettings
@@ -40,7 +41,6 @@ from unitrain.training.loop.judge import Findings, NonFinitePolicy
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.window import Window
 from unitrain.training.models.buffers import BufferSync
-from unitrain.training.optimizers.sharded import divided
 
 _MOMENTUM, _GRADIENT, _OWN = "momentum_buffer", "gradient", "own weight"
 _MIXED = 0.5  # share of the shared weights of a fragment in what a rank continues with

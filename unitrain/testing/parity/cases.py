@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import Dataset
 
+from unitrain import features
+
 CLASSES = 5
 STEPS = 20
 EXACT = 1e-9
@@ -64,10 +66,10 @@ CASES = (
     Case("stand_in", {"sync_batchnorm": True}, samples=41, batch_norm=True),
     Case("unequal_shares", {"sync_batchnorm": True}, batch_norm=True, unequal_shares=True),
     Case("adamw", optimizer="adamw"),
-    Case("shard_optimizer", {"shard_optimizer": True, "clip_norm": 0.05}, optimizer="adamw", tied=True),
     Case("tied_and_frozen", tied=True),
     Case("bf16", {"precision": "bf16"}, tolerance=BF16_TOLERANCE),
     Case("fp16_overflow", {"precision": "fp16"}, overflow_at=5, tolerance=FP16_TOLERANCE),
+    *(Case(**arguments) for arguments in features.verified()),
 )
 
 

@@ -60,11 +60,12 @@ def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
     if shards_parameters and isinstance(optimizer, Adafactor):
         raise UsageError(
             "torch's Adafactor does not support sharded parameters: its step fails on DTensors. Use backend ddp or "
-            "horovod with shard_optimizer set to true, or another optimizer, such as AdamW or Muon."
+            "horovod, or another optimizer, such as AdamW or Muon."
         )
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UsageError(
-            "ZeroRedundancyOptimizer shards its state, unknown to checkpoints: use its optimizer with shard_optimizer."
+            "ZeroRedundancyOptimizer shards its state, unknown to checkpoints: pass the optimizer that it was made of. "
+            "UniTrain can shard the state, too: see the page on methods of training."
         )
 
 

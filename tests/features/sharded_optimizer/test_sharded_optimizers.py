@@ -28,10 +28,10 @@ from unitrain.commands.cli import main
 from unitrain.communication.owned import OwnedBy
 from unitrain.data.structure import tensors
 from unitrain.features.ema import EMA
+from unitrain.features.sharded_optimizer.optimizers import ShardedOptimizers
 from unitrain.testing.attempts import Outcomes, try_duties
 from unitrain.testing.duties import DUTIES
 from unitrain.testing.worlds import World
-from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 WORDS, WIDTH, LENGTH, SAMPLES, BATCH = 36, 24, 6, 22, 7
 EXACT = 1e-9
@@ -578,9 +578,10 @@ GPT_2_LAYER = [(768,)] * 6 + [(2304, 768), (2304,), (768, 768), (3072, 768), (30
 
 @pytest.mark.parametrize(("world", "most"), [(2, 0.501), (3, 0.336), (4, 0.311), (8, 0.311)])
 def test_state_is_balanced_unless_one_parameter_is_larger_than_a_share(world: int, most: float) -> None:
-    rank = pretended_rank(world_size=world, shard_optimizer=True)
+    rank, sharded = pretended_rank(world_size=world), ShardedOptimizers()
+    sharded.plug_in(rank.sockets)
     parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in [*GPT_2, *GPT_2_LAYER * 12]]
-    ShardedOptimizers(rank.communicator).registered(SGD(parameters, lr=0.1))
+    sharded.registered(SGD(parameters, lr=0.1))
     total = sum(p.numel() for p in parameters)
     assert total == 124_439_808
     loads = [

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import unitrain
-from unitrain.training.optimizers import exchange
-from unitrain.training.optimizers.exchange import Exchange
+from unitrain.features.sharded_optimizer import exchange
+from unitrain.features.sharded_optimizer.exchange import Exchange
 
 SMALL: list[tuple[Tensor, int]] = [
     (torch.arange(35.0).reshape(7, 5), 0),

@@ -18,30 +18,34 @@ from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.owned import OwnedBy, refuse
+from unitrain.communication.sharding import divided
 from unitrain.errors import UsageError
-from unitrain.training.hooks import StepHook
-from unitrain.training.optimizers.coupling import refuse_coupled
-from unitrain.training.optimizers.exchange import Exchange
+from unitrain.features.sharded_optimizer.coupling import refuse_coupled
+from unitrain.features.sharded_optimizer.exchange import Exchange
+from unitrain.process import print_stderr
+from unitrain.training.feature import Feature
+from unitrain.training.loop.sockets import Sockets
 
 
-def divided(parameters: Iterable[Parameter], sizes: list[int]) -> dict[Parameter, int]:
-    """Return the part of each parameter: the largest first, each to the smallest part. Add to the parts' elements."""
-    part_of = {}
-    for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):  # frozen ones have no state
-        part_of[parameter] = smallest = sizes.index(min(sizes))
-        sizes[smallest] += parameter.numel()
-    return part_of
-
-
-class ShardedOptimizers(StepHook):
-    """Shards optimizers."""
+class ShardedOptimizers(Feature):
+    """Shards the optimizers of a run with several processes, unless the backend shards more than that."""
 
     place = 10
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self) -> None:
         self._sharded: dict[Optimizer, _ShardedOptimizer] = {}
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Shard every optimizer that is trained with."""
+        self._communicator = communicator = sockets.communicator
         self._loads = [0] * communicator.world_size  # elements of each rank
+        if sockets.backend.shards:
+            if communicator.is_main:
+                name = sockets.backend.name
+                print_stderr(f"unitrain: shard_optimizer changes nothing: backend {name!r} shards more than that.")
+        elif communicator.world_size > 1:
+            communicator.sharding.divide_optimizers()
+            super().plug_in(sockets)
 
     def registered(self, optimizer: Optimizer) -> None:
         """Shard an optimizer, or what was added to it since this was called before."""

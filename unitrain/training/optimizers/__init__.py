@@ -1,1 +1,0 @@
-"""Optimizers: sharded state, averaged weights."""
