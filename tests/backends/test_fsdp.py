@@ -487,6 +487,7 @@ def test_offloaded_shards_are_in_host_memory_and_train_the_same(tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
+@pytest.mark.all("test_checkpoint.py goes on in another world")
 def test_a_checkpoint_is_resumed_by_any_backend_on_any_number_of_ranks(tmp_path: Path) -> None:
     expected = by_hand(4)
     folder = str(tmp_path)

@@ -66,6 +66,7 @@ def test_a_plugin_is_judged_from_outside_under_its_own_settings(installed: str, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["conftest.py", "pytest.ini"]
 
 
+@pytest.mark.all("interpreters; test_settings.py has settings of plug-ins")
 @pytest.mark.xdist_group("installed_plugin")
 def test_a_setting_of_a_plugin_is_checked_as_any_other(installed: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -125,6 +125,7 @@ def test_what_is_missing_comes_with_the_command_that_adds_it(tmp_path: Path) -> 
     assert found["launchers"]["summary"] == "none"
 
 
+@pytest.mark.all("an interpreter")
 def test_open_mpi_5_is_said_to_limit_horovodrun(tmp_path: Path) -> None:
     bare = BareEnvironment.make(tmp_path)
     bare.add("mpirun", "echo 'mpirun (Open MPI) 5.0.11'")

@@ -46,7 +46,7 @@ def of_world(world: World, modules: Collection[str], *marks: pytest.MarkDecorato
 with pytest.MonkeyPatch.context() as with_plugin:
     with_plugin.syspath_prepend(PLUGIN)
     # The rest of a plug-in's duties is what test_conform.py runs, as its author would.
-    OF_PLUGIN = of_world(World("store", 2), SHORT)
+    OF_PLUGIN = of_world(World("store", 2), {"lifecycle"})
 DUTIES_IN_WORLDS = [
     *OF_PLUGIN,
     *of_world(World("single", 1, "python"), SHORT),

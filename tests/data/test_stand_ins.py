@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -278,12 +279,12 @@ def train(name: str, backend: str) -> Trained:
         return losses, state, stand_ins
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, Trained]:
-    return train_all({"single": [*CASES]})["single"]
+@cache
+def alone(name: str) -> Trained:
+    return train(name, "single")
 
 
-@pytest.mark.slow("two backends train eight cases")
+@pytest.mark.slow("two backends train three models")
 @pytest.mark.xdist_group("stand_ins")
 @pytest.mark.parametrize(
     ("cases", "launcher"),
@@ -296,11 +297,11 @@ def alone() -> dict[str, Trained]:
     ids=["ddp, fsdp", "ddp", "fsdp", "horovod"],
 )
 def test_an_uneven_end_trains_like_one_process(
-    cases: dict[str, list[str]], launcher: Literal["spawn", "horovodrun"], alone: dict[str, Trained]
+    cases: dict[str, list[str]], launcher: Literal["spawn", "horovodrun"]
 ) -> None:
     ranks = run_ranks(train_all, cases, nprocs=3, launcher=launcher, timeout=200)
     for backend, name in ((backend, name) for backend, names in cases.items() for name in names):
-        losses, weights, _ = alone[name]
+        losses, weights, _ = alone(name)
         for rank, of_rank in enumerate(ranks):
             found = of_rank[backend]
             assert found[name][2] == (EPOCHS if rank >= CASES[name].samples % GLOBAL_BATCH else 0), name

@@ -59,6 +59,15 @@ def names(*, makes_strategy: bool, prepares: bool, schedules: bool) -> dict[str,
     }
 
 
+_LAUNCHER = "make test starts other pages' launchers, and this one for test_launchers.py"
+STARTS = {
+    "launchers/horovodrun.md": _LAUNCHER,
+    "launchers/mpirun.md": _LAUNCHER,
+    "launchers/spawn.md": "two interpreters, which test_spawn.py starts, too",
+    "troubleshooting.md": "two interpreters, which test_spawn.py starts, too",
+}
+
+
 def run_python(block: Block, names: dict[str, Any]) -> None:
     # In a file, where pydantic finds the docstrings of settings.
     file = Path(re.sub(r"\W", "_", block.place) + ".py")
@@ -128,10 +137,16 @@ def run_page(page: Path, folder: Path, *, python_only: bool = False, without: st
             shared["strategy"].close()
 
 
+def in_tier(page: Path) -> Any:
+    """Return the parameter of a page."""
+    place = str(page.relative_to(ROOT)).removeprefix("docs/")
+    return pytest.param(page, marks=pytest.mark.all(STARTS[place])) if place in STARTS else page
+
+
 # On fewer cores than the pages have.
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("page", BLOCKS, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [in_tier(page) for page in BLOCKS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # back at the end
     monkeypatch.setattr(sys, "argv", ["train.py"])

@@ -71,6 +71,7 @@ def test_pytorchjob(expected: Weights, tmp_path: Path) -> None:
     assert_trained(tmp_path, expected, world_size=2)
 
 
+@pytest.mark.all("a launcher; the file of PyTorchJob is started in make test")
 @pytest.mark.usefixtures("forked")
 def test_trainjob(expected: Weights, tmp_path: Path) -> None:
     """torchrun in each pod, with the variables that the runtime torch-distributed sets."""
@@ -105,6 +106,7 @@ def train_in_pods(command: list[str], processes: object) -> None:
     assert [pod.wait(120) for pod in pods] == [0, 0]
 
 
+@pytest.mark.all("a launcher; the file of PyTorchJob is started in make test")
 @pytest.mark.usefixtures("forked")
 def test_mpijob(expected: Weights, tmp_path: Path) -> None:
     """Mpirun in the launcher, with the hosts in the file that the operator names."""

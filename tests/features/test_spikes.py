@@ -121,7 +121,10 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("world", [pytest.param(one, marks=HOROVOD if one == "horovod" else ()) for one in WORLDS])
+MARKS = {"horovod": HOROVOD, "fsdp": pytest.mark.all("zero has a sharded state, too")}
+
+
+@pytest.mark.parametrize("world", [pytest.param(one, marks=MARKS.get(one, ())) for one in WORLDS])
 def test_a_rewind_goes_back_to_a_copy_in_memory_with_everything_but_the_schedule(
     world: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,8 +71,6 @@ def trainings(start: Start, flags: str) -> dict[str, str]:
 def cases(name: str) -> dict[str, str]:
     """Return what all tests want of one start, by the names of the cases. "nowhere" ends the job."""
     wanted = trainings(STARTS[name], FLOAT64)
-    if name == "torchrun":
-        wanted |= {"defaults": "--epochs 5"}
     if name in UNSEEN:
         wanted |= {"unseen": f"--strategy.backend {UNSEEN[name]}"}
     return wanted | ({"nowhere": "--data imagefolder:nowhere"} if name in FAIL else {})
@@ -180,9 +178,10 @@ def test_eight_processes_on_few_cores(launchers: Launchers) -> None:
     assert launched.metrics("horovod")[-1]["step"] == 5
 
 
+@pytest.mark.all("trains for seconds")
 @pytest.mark.usefixtures("forked")
 def test_defaults_learn_the_digits_in_a_quarter_of_their_epochs(launchers: Launchers) -> None:
-    assert launchers.with_cases("torchrun").metrics("defaults")[-1]["val_accuracy"] >= 0.95
+    assert launchers.train("torchrun", {"defaults": "--epochs 5"}).metrics("defaults")[-1]["val_accuracy"] >= 0.95
 
 
 @pytest.mark.soak

@@ -215,8 +215,7 @@ def test_without_pycocotools_it_says_what_to_install(here: Path, monkeypatch: py
     "name",
     [
         detection_models.SMALL,
-        TWO_STAGE,
-        *(pytest.param(name, marks=pytest.mark.all("larger models of the kind")) for name in (V2, V3)),
+        *(pytest.param(name, marks=pytest.mark.all("larger models")) for name in (TWO_STAGE, V2, V3)),
     ],
 )
 def test_models_find_boxes_in_images_of_different_sizes(name: str) -> None:

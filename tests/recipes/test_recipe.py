@@ -202,6 +202,7 @@ def test_each_run_has_a_folder_of_its_own(recipe: Recipe, capsys: pytest.Capture
     assert [folder for folder in folders if f"results are in {folder}\n" not in printed] == []
 
 
+@pytest.mark.all("test_profile.py has traces of two ranks")
 @pytest.mark.usefixtures("forked")
 def test_a_profile_is_a_trace_of_every_rank(tmp_path: Path) -> None:
     launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]

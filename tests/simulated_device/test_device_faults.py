@@ -145,6 +145,7 @@ if sys.argv[1:] == ["closed"]:
 """
 
 
+@pytest.mark.all("interpreters")
 @pytest.mark.parametrize(
     ("launcher", "ending"),
     [

@@ -108,7 +108,9 @@ def test_no_rank_has_more_than_its_part_of_a_model_that_is_built_without_memory(
         assert {name: mb for name, mb in found.items() if mb > 5 * LAYER_MB} == {}, found
 
 
-@pytest.mark.parametrize(("backend", "world"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("backend", "world"), [pytest.param("single", 1, marks=pytest.mark.all("ddp holds more")), ("ddp", 2)]
+)
 def test_nothing_is_held_twice(tmp_path: Path, backend: str, world: int) -> None:
     for found in run_ranks(measure, str(tmp_path), backend, nprocs=world, fresh=True):
         assert {name: mb for name, mb in found.items() if mb > ALLOWED_MB} == {}

@@ -72,6 +72,7 @@ def test_an_ended_process_that_its_parent_has_not_reaped_has_ended(tmp_path: Pat
         Lock(Disk(tmp_path)).release()
 
 
+@pytest.mark.all("an interpreter")
 def test_a_process_that_got_the_id_of_an_ended_one_is_another(tmp_path: Path) -> None:
     with held(tmp_path):
         holder = json.loads((tmp_path / NAME).read_text())

@@ -120,6 +120,7 @@ def train(url: str, until: int, server: int | None = None) -> tuple[int, Tensor]
         return begun, run.weights
 
 
+@pytest.mark.all("two interpreters; test_remote.py ends saves at each moment")
 def test_a_run_that_was_killed_within_an_upload_goes_on_bit_for_bit(url: str, server: S3Server) -> None:
     whole = run_ranks(train, f"{url}-whole", 6)[0]
     try:

@@ -103,11 +103,16 @@ def resumed_after(capfd: pytest.CaptureFixture[str]) -> int:
     [
         ((1, "forward", 7), 7, "kill"),
         ((0, "batch", 18), 18, "kill"),  # rank 0 has the hub, and writes the copies
-        ((1, "update", 8), 7, "raise"),
         ((1, "changed weights", 10), 10, "kill"),
-        ((0, "update", 15), 14, "kill"),  # the other one waits for it in save()
-        ((1, "evaluation", 9), 8, "kill"),  # it is begun again with the epoch's last batch
-        ((ALL, "batch", 7), 7, "raise"),
+        *(
+            pytest.param(*other, marks=pytest.mark.all("another moment"))
+            for other in (
+                ((1, "update", 8), 7, "raise"),
+                ((0, "update", 15), 14, "kill"),  # the other one waits for it in save()
+                ((1, "evaluation", 9), 8, "kill"),  # it is begun again with the epoch's last batch
+                ((ALL, "batch", 7), 7, "raise"),
+            )
+        ),
     ],
 )
 def test_the_training_is_the_one_to_which_nothing_happened(

@@ -209,9 +209,9 @@ def expected() -> dict[str, list[Tensor]]:
 @pytest.mark.parametrize(
     ("backend", "launcher", "nprocs"),
     [
-        ("ddp", "spawn", 3),
+        ("ddp", "spawn", 2),
         pytest.param("horovod", "horovodrun", 2, marks=needs.HOROVOD),
-        pytest.param("ddp", "spawn", 2, marks=pytest.mark.soak),
+        pytest.param("ddp", "spawn", 3, marks=pytest.mark.all("more ranks")),
         pytest.param("horovod", "horovodrun", 3, marks=[needs.HOROVOD, pytest.mark.soak]),
     ],
 )

@@ -65,6 +65,7 @@ def _penalty(model: Any) -> None:
     gradient.pow(2).sum().backward()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.all("test_compile.py compiles such layers on two ranks")
 @pytest.mark.parametrize("launcher", ["spawn", pytest.param("horovodrun", marks=[HOROVOD, pytest.mark.soak])])
 def test_compiled_and_exported_without_graph_breaks(launcher: Any) -> None:
     run_ranks(_compiled, launcher=launcher)
