@@ -6,7 +6,7 @@ import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, final, overload
+from typing import Any, TypeVar, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,6 @@ from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
-from unitrain.url import is_url
-
-if TYPE_CHECKING:
-    from unitrain.tracking import Tracker, Trackers
 
 T = TypeVar("T")
 FeatureType = TypeVar("FeatureType", bound=Feature)
@@ -320,31 +316,6 @@ class Strategy:
             UsageError: it is no metric.
         """
         return torchmetric.synchronise(metric, self._communicator, self._step.batches.current_batch)
-
-    def trackers(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> Trackers:
-        """Start trackers on rank 0, or continue their runs. Collective; call it after ``checkpoint.resume``.
-
-        Args:
-            trackers: ``tensorboard``, ``wandb``, ``mlflow``, or objects like ``tracking.Tracker``.
-            folder: folder of the run's results.
-            name: name of the run; the folder's by default.
-
-        Raises:
-            ConfigError: a library is not installed, or a new run could not be started; on every rank.
-            UsageError: the folder is a URL.
-
-        Example:
-            >>> trackers = strategy.trackers(["tensorboard", "wandb"], "runs/a")
-            >>> trackers.log({"loss": losses.value()}, strategy.global_step)
-        """
-        from unitrain.tracking import Trackers  # few scripts need it
-
-        if is_url(folder):
-            raise UsageError(f"{folder} is a URL, but trackers write to a folder: pass a path.")
-        for opened in self._hooks.at_folder:
-            opened(folder)
-        show = self._hooks.logged if self.is_main else []
-        return Trackers(self._communicator, trackers, Path(folder), name, self.global_step, show)
 
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.

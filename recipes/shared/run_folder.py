@@ -14,7 +14,7 @@ from typing import Any
 from unitrain import ConfigError, Section, Strategy, dump_yaml
 from unitrain.checkpoint import Checkpoint
 from unitrain.data.order.shares import part_of
-from unitrain.tracking import TrackerName, Trackers
+from unitrain.features.trackers import TrackerName, Trackers
 from unitrain.url import is_url
 
 
@@ -51,7 +51,7 @@ class RunFolder:
             settings: all of the recipe's settings.
             step: the last step before the run was resumed; 0 for a new run.
         """
-        self._trackers = self._strategy.trackers(self._names, self.path)
+        self._trackers = self._strategy.add(Trackers(self._names, self.path))
         self._trackers.log_settings(settings.model_dump(mode="json"))
         if not self._strategy.is_main:
             return

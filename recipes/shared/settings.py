@@ -10,8 +10,8 @@ from pydantic import Field
 
 import unitrain
 from unitrain import Section
+from unitrain.features.trackers import TrackerName
 from unitrain.recipes.shared.learning_rate import LearningRate, Scaling, Schedule
-from unitrain.tracking import TrackerName
 
 
 class TrainingSettings(Section):

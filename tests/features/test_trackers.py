@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import ConfigError, Strategy, UsageError
-from unitrain.tracking import trackers
+from unitrain.features.trackers import Trackers, trackers
 
 NAMES = ["tensorboard", "wandb", "mlflow"]
 
@@ -59,7 +59,7 @@ def train(folder: str, steps: int, settings: Mapping[str, Any]) -> int:
         model, optimizer = strategy.prepare(module := nn.Linear(2, 1), SGD(module.parameters(), lr=0.1))
         checkpoint = strategy.checkpoint(Path(folder) / "checkpoints", model=model, optimizer=optimizer)
         checkpoint.resume()
-        tracked = strategy.trackers(NAMES, folder)
+        tracked = strategy.add(Trackers(NAMES, folder))
         tracked.log_settings(settings)
         for _ in range(steps):
             strategy.step(model(torch.ones(1, 2)).sum(), optimizer)
@@ -137,9 +137,9 @@ def test_a_run_that_fails_is_recorded_so_and_says_why(offline: Path, tmp_path: P
     """Its last metrics are not lost, and W&B's own hook for exceptions does not hide ours."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import unitrain\n"
+        "import unitrain\nfrom unitrain.features.trackers import Trackers\n"
         "strategy = unitrain.init(backend='single', device='cpu')\n"
-        f"tracked = strategy.trackers({NAMES}, {str(offline)!r})\n"
+        f"tracked = strategy.add(Trackers({NAMES}, {str(offline)!r}))\n"
         "tracked.log({'loss': 0.25}, 7)\n"
         "raise ValueError('no such label')\n"
     )
@@ -180,7 +180,7 @@ def open_missing(folder: str) -> str:
             sys.path[:] = [folder]
             importlib.invalidate_caches()
         with pytest.raises(ConfigError) as caught:
-            strategy.trackers(["wandb"], folder)
+            strategy.add(Trackers(["wandb"], folder))
         return str(caught.value)
 
 
@@ -194,10 +194,10 @@ def open_unreachable(folder: str) -> tuple[float, str]:
     with unitrain.init(backend="single", device="cpu") as strategy:
         started = time.monotonic()
         with pytest.raises(ConfigError) as caught:
-            strategy.trackers(["mlflow"], folder)
+            strategy.add(Trackers(["mlflow"], folder))
         seconds = time.monotonic() - started
         strategy._step.global_step = 5  # as after a resume
-        strategy.trackers(["mlflow"], folder).log({"loss": 1.0}, 5)
+        strategy.add(Trackers(["mlflow"], folder)).log({"loss": 1.0}, 5)
         return seconds, str(caught.value)
 
 
@@ -217,13 +217,13 @@ def test_a_server_that_does_not_answer(
 
 def test_what_makes_no_sense_is_refused(strategy: Strategy, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tracker 'neptune': name tensorboard, wandb, mlflow, or pass an object"):
-        strategy.trackers(["neptune"], tmp_path)
+        strategy.add(Trackers(["neptune"], tmp_path))
     with pytest.raises(UsageError, match=r"takes a list: \['wandb'\]"):
-        strategy.trackers("wandb", tmp_path)
+        strategy.add(Trackers("wandb", tmp_path))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="tensorboard could not be started: FileExistsError"):
-        strategy.trackers(["tensorboard"], tmp_path / "file")
-    tracked = strategy.trackers([Recorder()], tmp_path)
+        strategy.add(Trackers(["tensorboard"], tmp_path / "file"))
+    tracked = strategy.add(Trackers([Recorder()], tmp_path))
     for value in ("0.5", torch.ones(2)):
         with pytest.raises(UsageError, match=r"the metric loss is a (str|Tensor): log numbers"):
             tracked.log({"loss": value}, 1)  # type: ignore[dict-item]
@@ -268,7 +268,7 @@ def test_a_tracker_that_fails_or_hangs_is_reported_once_and_others_go_on(
 ) -> None:
     monkeypatch.setattr(trackers, "_CLOSE_S", 0.5)
     recorder, hanging = Recorder(), Hanging()
-    tracked = strategy.trackers([Failing(), hanging, recorder], tmp_path)
+    tracked = strategy.add(Trackers([Failing(), hanging, recorder], tmp_path))
     tracked.log_settings({"lr": 0.1})
     metrics = {"loss": 1.0}
     for step in range(3):
@@ -314,7 +314,7 @@ def mlflow_server() -> Iterator[str]:
 
 def lose_the_server(folder: str) -> int:
     with unitrain.init(backend="single", device="cpu") as strategy:
-        tracked = strategy.trackers(["mlflow"], folder)  # the server has gone after that
+        tracked = strategy.add(Trackers(["mlflow"], folder))  # the server has gone after that
         for step in range(3):
             tracked.log({"loss": 1.0}, step)
         tracked.close()

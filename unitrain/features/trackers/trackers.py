@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unitrain.communication.communicator import Communicator
 from unitrain.errors import ConfigError, UsageError
+from unitrain.features.trackers import libraries
 from unitrain.process import print_stderr
-from unitrain.tracking import libraries
+from unitrain.training.feature import Feature
+from unitrain.training.loop.sockets import Sockets
+from unitrain.url import is_url
 
 _IDS = "trackers.json"
 _CLOSE_S = 20.0  # the other ranks wait meanwhile
@@ -39,39 +41,45 @@ class Tracker(Protocol):
         """Record the end of the run: whether the script closed the trackers, or the process ends before."""
 
 
-class Trackers:
-    """Logs to several trackers. Made by ``strategy.trackers``.
+class Trackers(Feature):
+    """Logs to several trackers, on rank 0. Adding it is collective; it comes after ``checkpoint.resume``.
 
-    Each tracker works in its own thread, on rank 0. If it fails, a message says so once, and training continues.
+    Each tracker works in its own thread. If it fails, a message says so once, and training continues.
 
     Args:
-        communicator: the communicator of this process.
-        trackers: names of trackers, or objects with the methods of ``Tracker``.
+        trackers: ``tensorboard``, ``wandb``, ``mlflow``, or objects with the methods of ``Tracker``.
         folder: folder of the run's results. The ids of its runs are kept in it.
         name: name of the run; the folder's by default.
-        step: the last step before the run was resumed; 0 for a new run.
-        show: called with what is logged, on rank 0.
 
     Raises:
-        ConfigError: a tracker's library is not installed, or it could not be started; on every rank.
+        ConfigError: when it is added: a tracker's library is not installed, or a new run could not be started; on every
+            rank.
+        UsageError: the folder is a URL, or the trackers are no list.
+
+    Example:
+        >>> trackers = strategy.add(Trackers(["tensorboard", "wandb"], "runs/a"))
+        >>> trackers.log({"loss": losses.value()}, strategy.global_step)
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        trackers: Sequence[str | Tracker],
-        folder: Path,
-        name: str | None,
-        step: int,
-        show: Sequence[Callable[[Mapping[str, float]], None]] = (),
-    ) -> None:
-        self._show = show
+    def __init__(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> None:
+        if isinstance(trackers, str):
+            raise UsageError(f"Trackers takes a list: [{trackers!r}].")
+        if is_url(folder):
+            raise UsageError(f"{folder} is a URL, but trackers write to a folder: pass a path.")
+        self._trackers, self._folder = trackers, Path(folder)
+        self._name = name or self._folder.resolve().name
         self._workers: list[_Worker] = []
         self._closed = False
-        if isinstance(trackers, str):
-            raise UsageError(f"trackers() takes a list: [{trackers!r}].")
-        with communicator.collectives.pulse.within("starting the trackers"):
-            communicator.on_main(lambda: self._start(trackers, folder, name or folder.resolve().name, max(step, 0)))
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Start the trackers, or continue the runs of a run that was resumed."""
+        communicator, self._hooks = sockets.communicator, sockets.hooks
+        pulse = communicator.collectives.pulse
+        self._is_main = communicator.is_main
+        for opened in sockets.hooks.at_folder:
+            opened(self._folder)
+        with pulse.within("starting the trackers"):
+            communicator.on_main(lambda: self._start(self._trackers, self._folder, self._name, max(pulse.step, 0)))
         if self._workers:
             atexit.register(self._close, completed=False)
 
@@ -115,11 +123,11 @@ class Trackers:
         Raises:
             UsageError: a metric is not a number, nor a tensor with one element. Reading one from a GPU waits for it.
         """
-        if not self._workers and not self._show:
+        if not self._is_main or not (self._workers or self._hooks.logged):
             return
         numbers = {name: _number(name, value) for name, value in metrics.items()}
-        for show in self._show:
-            show(numbers)
+        for logged in self._hooks.logged:
+            logged(numbers)
         for worker in self._workers:
             worker.calls.put(lambda tracker: tracker.log(numbers, step))
 
