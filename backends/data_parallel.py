@@ -84,6 +84,11 @@ class DataParallelBackend(LocalBackend):
     Settings: ClassVar[type[Section]] = DataParallelSettings
 
     @classmethod
+    def replicas(cls, config: StrategyConfig) -> int:
+        """Return the number of GPUs, or 1 on a CPU."""
+        return len(_devices(config)) or 1
+
+    @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
         """Refuse GPUs that are not available, and what DataParallel does not support."""
         kind = device_type(config.device)
@@ -92,12 +97,7 @@ class DataParallelBackend(LocalBackend):
                 f"torch's DataParallel supports CUDA only, and device is {config.device!r}, of which there are "
                 f"{choices(config.device)}: use backend ddp, or backend single with device {kind}:0."
             )
-        devices = _devices(config)
-        if len(devices) > 1 and config.sync_batchnorm:
-            raise ConfigError(
-                f"sync_batchnorm is not supported by backend data_parallel on {len(devices)} devices: each replica "
-                f"normalises its own part of the batch. Use backend ddp (torchrun --nproc-per-node {len(devices)} ...)."
-            )
+        _devices(config)  # raises ConfigError for those that are not there
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)

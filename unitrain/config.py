@@ -81,7 +81,7 @@ class StrategyConfig(Section):
 
     # Launcher, backend, world size and timeouts may change.
     fixed_in_run: ClassVar[tuple[str, ...]] = (
-        "seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression",
+        "seed", "precision", "clip_norm", "clip_value", "compression",
     )  # fmt: skip
 
     backend: Annotated[str, Field(min_length=1, json_schema_extra={"allowed": "auto or a backend's name"})] = "auto"
@@ -96,8 +96,6 @@ class StrategyConfig(Section):
     """Device to compute on; auto: the accelerator of this local rank, or else the CPU."""
     precision: Precision = "fp32"
     """fp32; bf16 or fp16 (autocast with float32 weights); fp64 (casts model and inputs; to verify results)."""
-    sync_batchnorm: bool = False
-    """Compute BatchNorm statistics over the global batch instead of each process's part of it."""
     compile: bool | CompileMode = False
     """Compile prepared models with torch.compile: true, or a mode. The first steps take longer."""
     broadcast_buffers: bool = True

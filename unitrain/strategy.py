@@ -31,13 +31,12 @@ from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
 from unitrain.metrics.meter import Meter
 from unitrain.pulse import CLOSING
-from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.feature import Feature
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.loop.weights import ScriptLosses, ScriptWeights
-from unitrain.training.models import preparation
+from unitrain.training.models import batch_norm, preparation
 from unitrain.training.models.buffers import BufferSync
 from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
@@ -135,8 +134,8 @@ class Strategy:
     ) -> Any:
         """Prepare modules, optimizers and schedulers for this run, and return them in the same order. Collective.
 
-        A module is moved to the device, unless the script has put its layers on several, where they stay. Its BatchNorm
-        layers are converted (with ``sync_batchnorm``), rank 0's parameters and buffers are copied to all ranks, its
+        A module is moved to the device, unless the script has put its layers on several, where they stay. Features that
+        are turned on change its layers, rank 0's parameters and buffers are copied to all ranks, its
         forward runs under autocast (with ``bf16`` or ``fp16``), and the backend wraps it if it needs to. Parameters
         stay the same objects, unless the backend shards them: then the module and its optimizers get shards in their
         place. An optimizer is returned as it is, with rank 0's state, so that loaded state and existing schedulers stay
@@ -578,7 +577,7 @@ class Strategy:
         return self._prepared.unwrap(module)
 
     def export(self, module: nn.Module) -> nn.Module:
-        """Return a plain copy on the CPU in eval mode, without wrappers, hooks or synchronised BatchNorm.
+        """Return a plain copy on the CPU in eval mode, without wrappers, hooks or changes by features.
 
         Collective if the module is sharded: every rank gets a whole copy.
 

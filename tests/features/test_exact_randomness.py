@@ -209,24 +209,21 @@ def test_settings_that_exclude_it(setting: dict[str, Any]) -> None:
         unitrain.init(exact_randomness=True, **setting)
 
 
-def plug_in(backend: str, devices: tuple[str, ...]) -> None:
-    """Plug the feature into a run of one process on these devices, which this host may not have."""
-    config = StrategyConfig(backend=backend, device="cpu")
-    made = load_backend(backend)(config, Launch("python"), torch.device(devices[0]))
-    made.device, *_ = made.devices = tuple(map(torch.device, devices))
+def test_a_device_without_float64_is_refused() -> None:
+    config = StrategyConfig(backend="single")
+    backend = load_backend("single")(config, Launch("python"), torch.device("mps"))
     pulse = Pulse()
     stopping = Stopping(Boundaries(pulse), pulse, None, is_main=True)
-    ExactRandomness().plug_in(Sockets(Communicator(made, pulse), made, PreparedModules((1,)), config, stopping))
-
-
-def test_a_device_without_float64_is_refused() -> None:
+    sockets = Sockets(Communicator(backend, pulse), backend, PreparedModules((1,)), config, stopping)
     with pytest.raises(ConfigError, match=r"exact_randomness draws numbers in float64, which device mps lacks"):
-        plug_in("single", ("mps",))
+        ExactRandomness().plug_in(sockets)
 
 
-def test_a_process_that_splits_batches_over_several_devices_is_refused() -> None:
+def test_a_process_that_splits_batches_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = (torch.device("cpu"),) * 2
+    monkeypatch.setattr("unitrain.backends.data_parallel._devices", lambda config: devices)
     with pytest.raises(ConfigError, match=r"not supported by backend data_parallel on 2 devices.*nproc-per-node 2"):
-        plug_in("data_parallel", ("cpu", "cpu"))
+        unitrain.init(backend="data_parallel", device="cpu", exact_randomness=True)
 
 
 def test_evaluations_exports_and_the_process_s_generator_are_as_before() -> None:

@@ -231,8 +231,6 @@ def test_every_module_of_training_and_data_has_a_test_file_of_its_name() -> None
         "data/options.py": "data/test_loader.py",
         "data/structure.py": "ground/test_structure.py",
         "data/loop.py": "training/loop/test_loop.py",
-        "training/batch_norm/layers.py": "training/batch_norm/test_batch_norm.py",
-        "training/batch_norm/ops.py": "training/batch_norm/test_batch_norm_ops.py",
         "training/hooks.py": "training/loop/test_step.py",
         "training/loop/sockets.py": "training/test_feature.py",
         "training/state_parts.py": "training/test_feature.py",

@@ -22,9 +22,9 @@ from unitrain.checkpoint.writer import Together, Writer
 from unitrain.errors import CheckpointError, UsageError, by_rank
 from unitrain.job.watch.stopping import RAISE_ERROR, Stopping
 from unitrain.process import print_stderr
-from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
+from unitrain.training.models import batch_norm
 
 
 class Checkpoint:

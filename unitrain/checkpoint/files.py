@@ -17,7 +17,7 @@ from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import leaves, outline, receive
 from unitrain.data.structure import rebuilt
 from unitrain.errors import UsageError
-from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.models import batch_norm
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.url import parsed
 

@@ -89,6 +89,11 @@ class Backend(ABC):
         return launch.world_size
 
     @classmethod
+    def replicas(cls, config: StrategyConfig) -> int:
+        """Return on how many devices a process has a copy of the model, each for a part of its batch."""
+        return 1
+
+    @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
         """Check that this backend can run with these settings. Called before any other work.
 

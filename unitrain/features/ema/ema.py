@@ -15,9 +15,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from unitrain.device import by_device
 from unitrain.errors import UsageError
-from unitrain.training.batch_norm.layers import is_unsynchronised
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
+from unitrain.training.models.batch_norm import is_unsynchronised
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 

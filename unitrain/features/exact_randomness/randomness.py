@@ -54,14 +54,8 @@ class ExactRandomness(Feature, ModulePass):
         """Plug this into a run.
 
         Raises:
-            ConfigError: its device lacks float64, or its backend splits batches over several devices.
+            ConfigError: its device lacks float64.
         """
-        backend = sockets.backend
-        if len(backend.devices) > 1:
-            raise ConfigError(
-                f"exact_randomness is not supported by backend {backend.name} on {len(backend.devices)} devices: use "
-                f"backend ddp, one process per GPU (torchrun --nproc-per-node {len(backend.devices)} ...)."
-            )
         self._device = sockets.communicator.device
         if precise(self._device) != self._device:
             raise ConfigError(

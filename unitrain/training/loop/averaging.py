@@ -103,7 +103,6 @@ class GradientAveraging(Averaging):
         super().__init__(communicator.world_size if backend.gradient_reduction == "mean" else 1)
         self._backend = backend
         self._passes = passes
-        self._synchronises = config.sync_batchnorm
         self._collectives, self._sharding = communicator.collectives, communicator.sharding
         self._pulse = self._collectives.pulse
         self._accumulates = config.accumulate > 1
@@ -132,7 +131,7 @@ class GradientAveraging(Averaging):
 
     def _bucketed(self, parameters: Sequence[Parameter]) -> Finish:
         # Libraries that match calls by order would confuse buckets with the collectives of layers.
-        communicates = self._synchronises or any(each.communicates for each in self._passes)
+        communicates = any(each.communicates for each in self._passes)
         reducer = GradientReducer(
             parameters,
             self._collectives,

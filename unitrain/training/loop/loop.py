@@ -9,8 +9,8 @@ import torch
 from unitrain.data.loop import Batches, Iteration, optimizer_steps
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
-from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.step import TrainingStep
+from unitrain.training.models import batch_norm
 from unitrain.training.models.prepared import PreparedModules
 
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CommunicationError
-from unitrain.training.batch_norm.layers import is_unsynchronised
 from unitrain.training.hooks import StepHook
+from unitrain.training.models.batch_norm import is_unsynchronised
 from unitrain.training.models.comparison import check_optimizers
 from unitrain.training.models.prepared import PreparedModules
 

@@ -18,8 +18,7 @@ from unitrain.device import devices_of
 from unitrain.errors import UsageError
 from unitrain.process import print_stderr
 from unitrain.rng import derived_seed, seed_rank
-from unitrain.training.batch_norm import layers as batch_norm
-from unitrain.training.models import comparison, supported
+from unitrain.training.models import batch_norm, comparison, supported
 from unitrain.training.models.compile import compile_in_place
 from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
 from unitrain.training.models.passes import ModulePass
@@ -89,13 +88,6 @@ class Preparation:
         parameters = dict(plain.named_parameters())
         values = self._values(plain, initialise)
         self._place(module)
-        # torch's own SyncBatchNorm layers are synchronised in any case.
-        batch_norm.synchronise(
-            plain,
-            self._communicator,
-            self._current_batch,
-            only_torchs=not self._config.sync_batchnorm,
-        )
         for each in in_order(self._passes):
             each.apply(module)
         if self._communicator.world_size > 1:
@@ -170,6 +162,5 @@ def export(module: nn.Module, backend: Backend, passes: Iterable[ModulePass]) ->
     plain = backend.sharding.copy_module(module).cpu().eval()
     for each in reversed(in_order(passes)):
         each.revert(plain)
-    batch_norm.revert(plain)
     remove_hooks(plain)
     return plain

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -14,14 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import CurrentBatch
 from unitrain.errors import ConfigError
+from unitrain.training.models.batch_norm import GlobalBatchNorm, is_unsynchronised
 
 if TYPE_CHECKING:
-    from unitrain.training.batch_norm.ops import Ranks, Statistics
-
-_IGNORES = "unitrain_ignores_stand_ins"  # an attribute of layers
+    from unitrain.features.sync_batchnorm.ops import Ranks, Statistics
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(GlobalBatchNorm):
     """A BatchNorm layer whose training statistics are computed over the rows of all ranks.
 
     Made by ``synchronise`` from an existing layer: it keeps the layer's parameters, buffers, hooks and state dict keys.
@@ -93,11 +92,6 @@ def _synced(plain: type[nn.Module]) -> type[SyncBatchNorm] | None:
     return type(f"Sync{plain.__name__}", bases, own)
 
 
-def is_unsynchronised(layer: nn.Module) -> bool:
-    """Return whether the running statistics of a layer, a BatchNorm, differ between ranks."""
-    return isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
-
-
 def synchronise(
     module: nn.Module, communicator: Communicator, current_batch: CurrentBatch, *, only_torchs: bool = False
 ) -> None:
@@ -113,7 +107,7 @@ def synchronise(
     ]
     if not layers:
         return
-    from unitrain.training.batch_norm.ops import Ranks  # registers operators, which takes a while
+    from unitrain.features.sync_batchnorm.ops import Ranks  # registers operators, which takes a while
 
     ranks = Ranks(communicator, current_batch)
     for name, layer in layers:
@@ -137,57 +131,3 @@ def revert(module: nn.Module) -> None:
         if isinstance(layer, SyncBatchNorm):
             del layer.ranks, layer.sync_name
             layer.__class__ = layer.plain  # type: ignore[assignment]
-
-
-class _StandInHooks:
-    """Forward hooks that run an unsynchronised layer in eval mode on a stand-in, which is not a sample of this rank."""
-
-    def __init__(self, current_batch: CurrentBatch | None = None) -> None:
-        self._current_batch = current_batch
-        self._was_training = False
-
-    def before(self, layer: nn.Module, args: Any) -> None:
-        self._was_training = layer.training
-        if self._current_batch is not None and self._current_batch.is_stand_in:
-            layer.training = False
-
-    def after(self, layer: nn.Module, args: Any, output: Any) -> None:
-        layer.training = self._was_training
-
-    def __reduce__(self) -> tuple[type[_StandInHooks], tuple[()]]:
-        return _StandInHooks, ()
-
-
-def ignore_stand_ins(modules: Iterable[nn.Module], current_batch: CurrentBatch) -> None:
-    """Keep stand-ins out of the statistics of layers that are not synchronised. A second call does nothing."""
-    for module in modules:
-        for layer in module.modules():
-            if is_unsynchronised(layer) and _IGNORES not in vars(layer):
-                vars(layer)[_IGNORES] = True
-                hooks = _StandInHooks(current_batch)
-                layer.register_forward_pre_hook(hooks.before)
-                layer.register_forward_hook(hooks.after, always_call=True)
-
-
-@torch.no_grad()
-def average_statistics(modules: Iterable[nn.Module], communicator: Communicator, shares: tuple[int, ...]) -> None:
-    """Average the running means and variances of layers that are not synchronised over the ranks, in place.
-
-    A rank weighs as much as the share of the samples that it trains on.
-    """
-    buffers = [
-        buffer
-        for module in modules
-        for layer in module.modules()
-        if is_unsynchronised(layer)
-        for buffer in (layer.running_mean, layer.running_var)
-        if isinstance(buffer, Tensor)
-    ]
-    if communicator.world_size == 1 or not buffers:
-        return
-    flat = torch.cat([b.double().reshape(-1).to(communicator.device) for b in buffers]) * shares[communicator.rank]
-    with communicator.collectives.pulse.within("averaging BatchNorm statistics"):
-        communicator.collectives.all_reduce_async(flat, "sum", "batch_norm.statistics")()
-    flat /= sum(shares)
-    for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
-        buffer.copy_(mean.view_as(buffer))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import unitrain
 from unitrain import ConfigError, Strategy
-from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.features.sync_batchnorm import layers as batch_norm
 
 EXACT = 1e-10
 CHANNELS = 3
@@ -224,26 +224,6 @@ def test_conversion_keeps_parameters_hooks_and_keys() -> None:
         assert list(model.state_dict()) == before[1]
 
 
-def _averages() -> None:
-    """Without synchronisation, an evaluation begins with the mean of the ranks' statistics."""
-    with _open(sync_batchnorm=False) as strategy:
-        model = nn.Sequential(
-            nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), nn.BatchNorm1d(2)
-        ).double()
-        prepared = strategy.prepare(model)
-        with torch.no_grad():
-            for buffer in model.buffers():
-                buffer.fill_(4 * strategy.rank + 1)
-        with strategy.evaluation(prepared):
-            for name, buffer in model.named_buffers():
-                expected = 4 * strategy.rank + 1 if name.endswith("num_batches_tracked") else 3
-                assert torch.equal(buffer, torch.full_like(buffer, expected)), name
-
-
-def test_statistics_that_are_not_synchronised_are_averaged_for_evaluation() -> None:
-    run_ranks(_averages)
-
-
 def torchs_own(sync_batchnorm: bool, dimensions: int) -> tuple[Tensor, Tensor, str]:
     strategy = unitrain.init(timeout_s=30, sync_batchnorm=sync_batchnorm, precision="fp64")
     layer = nn.SyncBatchNorm(3)
@@ -263,3 +243,10 @@ def test_torchs_own_layers_are_synchronised_on_a_cpu_too(sync_batchnorm: bool, d
     assert kind == "SyncBatchNorm"
     for found, expected in ((mean, alone), (others[0], alone), (weight, trained), (others[1], trained)):
         assert torch.allclose(found, expected, atol=1e-12)
+
+
+def test_a_process_that_splits_batches_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = (torch.device("cpu"),) * 2
+    monkeypatch.setattr("unitrain.backends.data_parallel._devices", lambda config: devices)
+    with pytest.raises(ConfigError, match=r"sync_batchnorm is not supported by backend data_parallel on 2 devices"):
+        unitrain.init(backend="data_parallel", device="cpu", sync_batchnorm=True)

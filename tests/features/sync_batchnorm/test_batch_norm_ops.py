@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import unitrain
 from unitrain.data.loop import CurrentBatch
-from unitrain.training.batch_norm import layers as batch_norm
-from unitrain.training.batch_norm.ops import Ranks, gather_statistics
+from unitrain.features.sync_batchnorm import layers as batch_norm
+from unitrain.features.sync_batchnorm.ops import Ranks, gather_statistics
 
 CHANNELS = 3
 

@@ -1,1 +1,0 @@
-"""BatchNorm over the global batch."""

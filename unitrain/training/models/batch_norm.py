@@ -1,0 +1,78 @@
+"""BatchNorm layers whose running statistics differ between ranks: averages of them, and stand-ins that don't count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unitrain.communication.communicator import Communicator
+from unitrain.data.loop import CurrentBatch
+
+_IGNORES = "unitrain_ignores_stand_ins"  # an attribute of layers
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """Base class of BatchNorm layers whose running statistics are the same on all ranks, and leave stand-ins out."""
+
+
+def is_unsynchronised(layer: nn.Module) -> bool:
+    """Return whether the running statistics of a layer, a BatchNorm, differ between ranks."""
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, GlobalBatchNorm)
+
+
+class _StandInHooks:
+    """Forward hooks that run an unsynchronised layer in eval mode on a stand-in, which is not a sample of this rank."""
+
+    def __init__(self, current_batch: CurrentBatch | None = None) -> None:
+        self._current_batch = current_batch
+        self._was_training = False
+
+    def before(self, layer: nn.Module, args: Any) -> None:
+        self._was_training = layer.training
+        if self._current_batch is not None and self._current_batch.is_stand_in:
+            layer.training = False
+
+    def after(self, layer: nn.Module, args: Any, output: Any) -> None:
+        layer.training = self._was_training
+
+    def __reduce__(self) -> tuple[type[_StandInHooks], tuple[()]]:
+        return _StandInHooks, ()
+
+
+def ignore_stand_ins(modules: Iterable[nn.Module], current_batch: CurrentBatch) -> None:
+    """Keep stand-ins out of the statistics of layers that are not synchronised. A second call does nothing."""
+    for module in modules:
+        for layer in module.modules():
+            if is_unsynchronised(layer) and _IGNORES not in vars(layer):
+                vars(layer)[_IGNORES] = True
+                hooks = _StandInHooks(current_batch)
+                layer.register_forward_pre_hook(hooks.before)
+                layer.register_forward_hook(hooks.after, always_call=True)
+
+
+@torch.no_grad()
+def average_statistics(modules: Iterable[nn.Module], communicator: Communicator, shares: tuple[int, ...]) -> None:
+    """Average the running means and variances of layers that are not synchronised over the ranks, in place.
+
+    A rank weighs as much as the share of the samples that it trains on.
+    """
+    buffers = [
+        buffer
+        for module in modules
+        for layer in module.modules()
+        if is_unsynchronised(layer)
+        for buffer in (layer.running_mean, layer.running_var)
+        if isinstance(buffer, Tensor)
+    ]
+    if communicator.world_size == 1 or not buffers:
+        return
+    flat = torch.cat([b.double().reshape(-1).to(communicator.device) for b in buffers]) * shares[communicator.rank]
+    with communicator.collectives.pulse.within("averaging BatchNorm statistics"):
+        communicator.collectives.all_reduce_async(flat, "sum", "batch_norm.statistics")()
+    flat /= sum(shares)
+    for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))
