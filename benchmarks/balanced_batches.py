@@ -27,6 +27,7 @@ import unitrain
 from shared.processes import in_processes
 from shared.report import Found, run, table
 from shared.rounds import alternate, compared, shown_ratio
+from unitrain.features.balanced_batches import BalancedBatches
 from unitrain.recipes.speaker_verification import model as speaker_model
 from unitrain.recipes.text import gpt
 
@@ -91,12 +92,13 @@ def _batches(name: str, task: Task, strategy: unitrain.Strategy) -> Iterable[lis
     if name == PLAIN:
         return strategy.dataloader(range(len(lengths)), **sharing)
     if name == BALANCED:
-        return strategy.dataloader(range(len(lengths)), lengths=lengths, **sharing)
+        return strategy.dataloader(range(len(lengths)), batching=BalancedBatches(lengths=lengths), **sharing)
     if name == SORTED:
-        return strategy.dataloader(range(len(lengths)), lengths=lengths, sort_window=WINDOW, **sharing)
+        by_length = BalancedBatches(lengths=lengths, sort_window=WINDOW)
+        return strategy.dataloader(range(len(lengths)), batching=by_length, **sharing)
     if name == QUADRATIC:
         costs = [length + length**2 / 1000 for length in lengths]
-        return strategy.dataloader(range(len(lengths)), lengths=costs, **sharing)
+        return strategy.dataloader(range(len(lengths)), batching=BalancedBatches(lengths=costs), **sharing)
     if name == GROUPED:
         grouped = DistributedLengthGroupedSampler(each, num_replicas=ranks, rank=strategy.rank, lengths=lengths)
         return DataLoader(range(len(lengths)), each, sampler=grouped, collate_fn=list)  # type: ignore[arg-type]

@@ -233,9 +233,8 @@ class Loader:
             "the fingerprint": own["fingerprint"],
             "the global batch size": own["global_batch_size"],
         }
-        if self._given.balance is not None:
-            facts["a digest of the lengths or costs of samples"] = self._given.costs_digest
-            facts["max_cost"], facts["sort_window"] = self._given.max_cost, self._given.sort_window
+        if self._given.division is not None:
+            facts.update(self._given.division.facts)
         found = difference_between_ranks(self._communicator, facts)
         if found is not None:
             raise DataError(
@@ -296,15 +295,15 @@ class Loader:
             "global_batch_size": self.global_batch_size,
             # With the epoch that it is of: at the end of an epoch, the position may be the previous one's.
             "order": [self._epoch, drawn] if drawn else None,
-            "sorted": self._sorted,
+            "batching": self._batching,
             **self._source.seeks(self._epoch, position["steps"]),
         }
 
     @property
-    def _sorted(self) -> list[int | str | None] | None:
-        """What the order depends on if samples are sorted by length, as plain data; else None."""
-        window = self._given.sort_window
-        return None if window is None else [window, self.global_batch_size, self._given.costs_digest]
+    def _batching(self) -> dict[str, Any] | None:
+        """Plain data that the order depends on if the division changes it; else None."""
+        facts = None if self._given.division is None else self._given.division.order_facts
+        return None if facts is None else {**facts, "the global batch size": self.global_batch_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state`` in the next iteration, with any number of ranks and any backend.
@@ -351,11 +350,13 @@ class Loader:
         """
         if isinstance(self._source, Iterable):
             return self._source.resume(state)
-        if state["sorted"] != self._sorted:
+        saved, current = ({**(facts or {})} for facts in (state.get("batching"), self._batching))
+        if saved != current:
             raise CheckpointError(
-                f"epoch {state['epoch']} can't continue after {state['consumed']} samples: sort_window, the global "
-                f"batch size and a digest of the lengths, on which the order depends, were {state['sorted']} and "
-                f"are now {self._sorted}. Use the same as before, or start a new epoch: set loader.epoch."
+                f"epoch {state['epoch']} can't continue after {state['consumed']} samples: "
+                f"{', '.join({**saved, **current})}, on which the order depends, were "
+                f"{[*saved.values()] or None} and are now {[*current.values()] or None}. Use the same as before, or "
+                "start a new epoch: set loader.epoch."
             )
         if not self._compared:
             self._source.forget()

@@ -7,6 +7,8 @@ from typing import Any, TypedDict
 
 from torch.utils.data import Sampler
 
+from unitrain.data.order.division import Batching
+
 
 class WorkerOptions(TypedDict, total=False):
     """The options that are passed on to torch's ``DataLoader``."""
@@ -49,18 +51,9 @@ class LoaderOptions(WorkerOptions, total=False):
     step, which is split over the ranks."""
     drop_last: bool
     """Drop the last step of an epoch if it is incomplete."""
-    lengths: Sequence[float] | Callable[[Any], float] | None
-    """The length of each sample, or a function of its index, for batches that are padded to their longest sample. Each
-    global batch is then divided so that the padded sizes of all ranks and micro-batches are about equal. For an
-    iterable dataset that every rank reads as a whole: a function of the sample."""
-    costs: Sequence[float] | Callable[[Any], float] | None
-    """The same without padding, where the costs of samples add up: packed sequences, graphs."""
-    max_cost: float | None
-    """With ``lengths`` or ``costs``: the most that a batch of one process may cost, instead of ``accumulate``. Of
-    padded batches, the cost is their size times their longest sample."""
-    sort_window: int | None
-    """With ``lengths``: sort map-style samples by length within windows of this many global batches, so that a
-    global batch has similar lengths. This is another order than without, but the same on any number of ranks."""
+    batching: Batching | None
+    """Decides which samples of a global batch each rank takes in each micro-batch, by their lengths, say. Not for a
+    dataset of which each rank reads another part."""
     sample_seeding: bool
     """Seed python's, numpy's and torch's generators for each sample with (seed, epoch, sample), so that random
     augmentations don't depend on workers and ranks. For map-style datasets; True by default."""

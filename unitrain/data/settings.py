@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import numpy as np
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -18,10 +15,9 @@ from torch.utils.data import (
 )
 
 from unitrain.data.options import LoaderOptions, WorkerOptions
-from unitrain.data.order.balance import Balance, costs_by
+from unitrain.data.order.division import Batching, Division
 from unitrain.errors import ConfigError, DataError, nearest
 
-_COSTS = ("lengths", "costs", "max_cost", "sort_window")
 _PASSED_ON = tuple(WorkerOptions.__annotations__)
 _OURS = {
     "generator": "the order follows from the strategy's seed and the epoch",
@@ -42,19 +38,14 @@ class LoaderSettings:
     sampler: Any = None
     batch_sampler: Any = None
     drop_last: bool = False
-    lengths: Any = None
-    costs: Any = None
-    max_cost: float | None = None
-    sort_window: int | None = None
+    batching: Batching | None = None
     sample_seeding: bool = True
     sharded: bool | None = None
     shards: tuple[int, int] | None = None
     passed_on: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the DataLoader."""
-    balance: Balance | None = field(init=False, default=None)
-    """What samples cost, for batches that are balanced; None if they are not."""
-    costs_digest: str = field(init=False, default="")
-    """A digest of the lengths or costs of a map-style dataset's samples."""
+    division: Division | None = field(init=False, default=None)
+    """Divides global batches; None if they are divided by the number of samples alone."""
 
     @classmethod
     def of(cls, dataset: Any, options: LoaderOptions) -> LoaderSettings:
@@ -78,8 +69,13 @@ class LoaderSettings:
         self._check_dataset()
         self._check_order()
         self._check_size()
-        if any(getattr(self, name) is not None for name in _COSTS):
-            self._check_costs()
+        if self.batching is not None:
+            self.division = self.batching.division(self.dataset, is_stream=self.is_iterable)
+            if self.division.limit and self.micro_batch_size is not None:
+                raise ConfigError(
+                    f"{self.division.limit} and micro_batch_size={self.micro_batch_size} are mutually exclusive: each "
+                    "determines the number of micro-batches per step."
+                )
 
     @property
     def is_iterable(self) -> bool:
@@ -176,58 +172,20 @@ class LoaderSettings:
                 "how many such groups take turns. For up to 8 ranks of 4 workers: shards=(8, 4)."
             )
 
-    def _check_costs(self) -> None:
-        """Check what samples cost. For a map-style dataset, make an array of it."""
-        name = "costs" if self.lengths is None else "lengths"
-        given = getattr(self, name)
-        if given is None or (self.lengths is not None and self.costs is not None):
-            raise ConfigError(
-                "pass lengths (of samples that are padded to the longest of a batch) or costs (that add up), and with "
-                f"one of them max_cost; got {', '.join(one for one in _COSTS if getattr(self, one) is not None)}."
-            )
-        if self.max_cost is not None and self.micro_batch_size is not None:
-            raise ConfigError("max_cost and micro_batch_size are mutually exclusive.")
-        if self.sort_window is not None:
-            self._check_sort_window(self.sort_window)
-        if self.is_iterable:
-            if not callable(given):
-                raise ConfigError(f"{name} of an iterable dataset must be a function of a sample, such as {name}=len.")
-            self.balance = Balance(partial(costs_by, given), self.lengths is not None, self.max_cost)
-            return
-        samples = len(self.dataset)
-        values = costs_by(given, range(samples)) if callable(given) else np.asarray(given, float)
-        if values.shape != (samples,):
-            raise DataError(
-                f"{name} must have a number for each of the {samples} samples, but has shape {list(values.shape)}."
-            )
-        setattr(self, name, values)
-        self.balance = Balance(values.__getitem__, self.lengths is not None, self.max_cost)
-        self.balance.check(values)
-        self.costs_digest = hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
-
-    def _check_sort_window(self, batches: object) -> None:
-        if self.lengths is None:
-            raise ConfigError("sort_window saves padding, but costs add up without padding: pass lengths instead.")
-        if self.is_iterable or self.batch_sampler is not None:
-            raise ConfigError(
-                "sort_window makes global batches from a map-style dataset: sort in the batch_sampler instead, or in a "
-                "buffer of the iterable dataset."
-            )
-        if type(batches) is not int or batches < 2:
-            raise ConfigError(f"sort_window must be an integer of at least 2 (global batches), not {batches!r}.")
-
     def micro_batches(self, shares: Sequence[int], accumulate: int) -> int:
         """Return the number of micro-batches per optimizer step: ``accumulate``, unless ``micro_batch_size`` is given.
 
-        With that, the largest of the shares of a micro-batch has at most ``micro_batch_size`` samples. With
-        ``max_cost``, the number differs from step to step.
+        With that, the largest of the shares of a micro-batch has at most ``micro_batch_size`` samples. With a
+        division's limit, the number differs from step to step.
         """
-        name = "max_cost" if self.micro_batch_size is None else "micro_batch_size"
-        if getattr(self, name) is None:
+        limit = "" if self.division is None else self.division.limit
+        if self.micro_batch_size is not None:
+            limit = f"micro_batch_size={self.micro_batch_size}"
+        if not limit:
             return accumulate
         if accumulate > 1:
             raise ConfigError(
-                f"{name}={getattr(self, name)} and accumulate={accumulate} are mutually exclusive: {name} determines "
+                f"{limit} and accumulate={accumulate} are mutually exclusive: {limit.partition('=')[0]} determines "
                 "the number of micro-batches per step."
             )
         if self.micro_batch_size is None:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from unitrain.data.order.order import InOrder, Order, Shuffled
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
-from unitrain.data.order.sorting import SortedWindows
 from unitrain.errors import DataError
 from unitrain.rng import derived_seed, generators_restored, seed_generators
 
@@ -37,7 +36,7 @@ class Orders:
 
     Their order is the dataset's, or a shuffled one, or what a sampler or a batch sampler draws for each epoch, the same
     on every rank. A sampler that yields more than ``most`` indices for an epoch, and more than its length, has no end.
-    With ``sort_window``, samples are sorted by length within windows of so many global batches.
+    The plan's division may change it.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class Orders:
         shuffle: bool = False,
         sampler: Iterable[Any] | None = None,
         most: int = 0,
-        sort_window: int | None = None,
     ) -> None:
         self._plan = plan
         self._shuffle = shuffle
@@ -56,7 +54,6 @@ class Orders:
         own = (getattr(one, "generator", None) for one in _nested(sampler))
         self._generators = [(one, one.initial_seed()) for one in own if isinstance(one, torch.Generator)]
         self._most = most
-        self._sort_window = sort_window
         self._length = 0
         with suppress(Exception):  # a batch sampler has a length only if its sampler has one
             self._length = operator.length_hint(sampler)
@@ -65,14 +62,12 @@ class Orders:
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """Return epoch ``number`` of a run with ``seed``, from position ``start`` on."""
         plan, order, repeats = epoch = self._epoch(seed, number, start)
-        if plan.balance is None:
+        if plan.division is None:
             return epoch
-        costs = plan.balance.costs
-        if self._sort_window is not None:
-            assert isinstance(plan, EpochPlan)  # see LoaderSettings
-            order = SortedWindows(order, plan, costs, self._sort_window, derived_seed("batches", seed, number))
-        balance = replace(plan.balance, costs=lambda positions: costs(order.take(positions)))
-        return Epoch(replace(plan, balance=balance), order, repeats)
+        global_batch = plan.global_batch if isinstance(plan, EpochPlan) else None
+        own_seed = derived_seed("batches", seed, number)
+        order, division = plan.division.in_epoch(order, global_batch, plan.samples, own_seed)
+        return Epoch(replace(plan, division=division), order, repeats)
 
     def _epoch(self, seed: int, number: int, start: int) -> Epoch:
         if self._sampler is None:

@@ -3,7 +3,7 @@
 An epoch is an order of all samples. Step ``s`` takes its positions ``s·G`` to ``(s+1)·G``, whatever the number of
 processes. These are split into ``accumulate`` micro-batches, and each rank takes its ``Part`` of the positions of a
 micro-batch: with equal shares, rank ``r`` of ``W`` takes every ``W``-th, starting with its ``r``-th. If samples are
-known to cost more or less, the parts depend on that; see ``balance.py``. No sample is padded, repeated or left out.
+given a ``Division``, it decides instead; see ``division.py``. No sample is padded, repeated or left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unitrain.data.order.balance import Balance
+from unitrain.data.order.division import Division
 from unitrain.data.order.shares import Part, part_of
 
 
@@ -45,14 +45,14 @@ class MicroBatch:
     """Whether it is the first of an iteration over a loader."""
     everywhere: bool
     """Whether every rank is known to have samples in it."""
-    balanced: NDArray[np.int64] | None = field(default=None, compare=False)
-    """This rank's positions, if they depend on what samples cost: ``start`` and ``stop`` only count then."""
+    chosen: NDArray[np.int64] | None = field(default=None, compare=False)
+    """This rank's positions, if a division has chosen them: ``start`` and ``stop`` only count then."""
 
     def positions(self, part: Part) -> NDArray[np.int64]:
         """Return this rank's positions; of a stand-in, that of another rank's sample."""
         if not self.count:
             return np.array([self.start])
-        return part.positions(self.start, self.stop) if self.balanced is None else self.balanced
+        return part.positions(self.start, self.stop) if self.chosen is None else self.chosen
 
 
 class _Plan:
@@ -63,8 +63,8 @@ class _Plan:
     start: int
     shares: tuple[int, ...]
     """The shares of all ranks, without a common divisor; empty if all are equal."""
-    balance: Balance | None
-    """What the samples at some positions cost; None if every sample counts as one."""
+    division: Division | None
+    """Divides the samples at some positions; None if only their number counts."""
 
     @cached_property
     def part(self) -> Part:
@@ -83,14 +83,14 @@ class _Plan:
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches, the same on every rank."""
-        if self.balance is not None and self.balance.most is not None:
+        if self.division is not None and self.division.limit:
             return sum(1 for _ in self)
         return sum(self._cuts(size, edges) for _, _, size, edges in self._windows())
 
     def _cuts(self, size: int, edges: Sequence[int]) -> int:
-        """Return the number of micro-batches in a window, unless a cost limits them."""
+        """Return the number of micro-batches in a window, unless the division limits them."""
         cuts = sum(edge < size for edge in edges[:-1])
-        return cuts if self.balance is None else min(cuts, -(-size // self.world_size))  # each needs a sample
+        return cuts if self.division is None else min(cuts, -(-size // self.world_size))  # each needs a sample
 
     @abstractmethod
     def _windows(self) -> Iterator[tuple[int, int, int, Sequence[int]]]:
@@ -104,24 +104,24 @@ class _Plan:
     def window(self, first: int, samples: Any, edges: Sequence[int], step: int, opening: bool) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of a window of samples, from position ``first`` on.
 
-        They are split at ``edges``, or by what the samples cost: these positions, or, in a stream, samples.
+        They are split at ``edges``, or by the division, which is given their positions, or, in a stream, the samples.
         """
         size, part = len(samples), self.part
         # For each: its size, how many samples are this rank's, whether each rank has some, and which, if that depends.
         pieces: list[tuple[int, int, bool, NDArray[np.int64] | None]]
-        if self.balance is None:
+        if self.division is None:
             sizes = [min(stop, size) - start for start, stop in pairwise(edges) if start < size]
             pieces = [(length, part.count(length), length >= part.enough, None) for length in sizes]
         else:
-            parts = self.balance.parts(samples, first, self._cuts(size, edges), self._shares)
+            parts = self.division.parts(samples, first, self._cuts(size, edges), self._shares)
             pieces = [
                 (sum(map(len, of_ranks)), len(of_ranks[self.rank]), all(map(len, of_ranks)), of_ranks[self.rank])
                 for of_ranks in parts
             ]
-        for number, (length, count, everywhere, balanced) in enumerate(pieces):
+        for number, (length, count, everywhere, chosen) in enumerate(pieces):
             yield MicroBatch(
                 first, first + length, count, size, step, first=not number, last=number == len(pieces) - 1,
-                opening=opening and not number, everywhere=everywhere, balanced=balanced,
+                opening=opening and not number, everywhere=everywhere, chosen=chosen,
             )  # fmt: skip
             first += length
 
@@ -139,7 +139,7 @@ class EpochPlan(_Plan):
     start: int = 0
     """Number of positions that were consumed before. Only the rest is planned."""
     shares: tuple[int, ...] = ()
-    balance: Balance | None = None
+    division: Division | None = None
 
     @property
     def steps(self) -> int:
@@ -156,7 +156,7 @@ class EpochPlan(_Plan):
     def micro_batches(self) -> int:
         """Number of micro-batches, the same on every rank."""
         full, rest = divmod(self.samples - self.start, self.global_batch)
-        if self.balance is not None and self.balance.most is not None:
+        if self.division is not None and self.division.limit:
             return super().micro_batches
         in_rest = 0 if self.drop_last else self._cuts(rest, self.edges())
         return full * self._cuts(self.global_batch, self.edges()) + in_rest
@@ -188,7 +188,7 @@ class BatchPlan(_Plan):
     start: int = 0
     """As in ``EpochPlan``; must be the end of a batch."""
     shares: tuple[int, ...] = ()
-    balance: Balance | None = None
+    division: Division | None = None
 
     @property
     def samples(self) -> int:

@@ -105,7 +105,7 @@ class Iterable:
 
     def plan(self, seed: int, number: int) -> EpochPlan:
         """Return the plan of an epoch."""
-        limited = self._plan.balance is not None and self._plan.balance.most is not None
+        limited = self._plan.division is not None and self._plan.division.limit
         if self._agreement is not None or limited or not hasattr(self._dataset, "__len__"):
             raise TypeError(
                 f"a loader of a {type(self._dataset).__name__} has no len(): the number of its batches is unknown "

@@ -85,8 +85,8 @@ class _Requests:
 def requests(epoch: Epoch, micro_batches: Iterable[MicroBatch], seed: int | None, number: int) -> Iterator[Request]:
     """Yield a request for each micro-batch. If ``seed`` is None, samples are not seeded."""
     plan = epoch.plan
-    # What costs depend on is looked up for each window anyway.
-    for gathered in _gathered(micro_batches, _LOOK_UP if plan.balance is None else 1):
+    # A division looks samples up for each window anyway.
+    for gathered in _gathered(micro_batches, _LOOK_UP if plan.division is None else 1):
         positions = np.concatenate([one.positions(plan.part) for one in gathered])
         samples = epoch.order.take(positions)
         indices = samples.tolist()

@@ -42,10 +42,10 @@ def make_source(
                 f"a sharded {type(dataset).__name__} can't be split by shares, since it yields a part of its own on "
                 "each rank: pass sharded=False if every rank can read all of it, or set strategy.shares to null."
             )
-        if sharded and given.balance is not None:
+        if sharded and given.division is not None:
             raise ConfigError(
-                f"a sharded {type(dataset).__name__} can't be balanced by lengths or costs, since each rank knows only "
-                "its own samples: pass sharded=False if every rank can read all of it, or leave them out."
+                f"a sharded {type(dataset).__name__} can't be divided by batching=, since each rank knows only its own "
+                "samples: pass sharded=False if every rank can read all of it, or leave batching out."
             )
         plan = _epoch_plan(given, ranks, config, shares, 0)
         return Iterable(ranks, dataset, plan, collate, sharded=sharded, shards=given.shards, settings=settings)
@@ -63,12 +63,12 @@ def _orders(given: LoaderSettings, ranks: Communicator, config: StrategyConfig, 
     samples = len(given.dataset)
     plan: Plan
     if given.batch_sampler is not None:
-        plan = BatchPlan((), config.accumulate, ranks.rank, ranks.world_size, shares=shares, balance=given.balance)
+        plan = BatchPlan((), config.accumulate, ranks.rank, ranks.world_size, shares=shares, division=given.division)
     else:
         plan = _epoch_plan(given, ranks, config, shares, samples)
     sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
     most = max(_MOST_INDICES, 16 * samples)
-    return Orders(plan, shuffle=given.shuffle, sampler=sampler, most=most, sort_window=given.sort_window)
+    return Orders(plan, shuffle=given.shuffle, sampler=sampler, most=most)
 
 
 def _epoch_plan(
@@ -77,7 +77,7 @@ def _epoch_plan(
     accumulate = given.micro_batches(shares, config.accumulate)
     per_step = given.samples_per_step(ranks.world_size, accumulate)
     plan = EpochPlan(samples, per_step, accumulate, ranks.rank, ranks.world_size, given.drop_last, shares=shares)
-    return replace(plan, balance=given.balance)
+    return replace(plan, division=given.division)
 
 
 def _check_batches(planned: EpochPlan | BatchPlan, given: LoaderSettings) -> None:

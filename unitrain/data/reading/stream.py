@@ -129,7 +129,7 @@ class WholeStream(_Stream):
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
         plan, edges = self._plan, self._plan.edges()
         needed: Container[int] = range(plan.global_batch)
-        if plan.balance is None:  # the first sample of a micro-batch is the stand-in of a rank that has none of it
+        if plan.division is None:  # the first sample of a micro-batch is the stand-in of a rank that has none of it
             full = plan.window(0, range(plan.global_batch), edges, 0, False)
             needed = frozenset(i for one in full for i in (one.start, *one.positions(plan.part).tolist()))
         position, state = next((seek.state for seek in self._seeks if seek.state[0] <= start), (0, None))

@@ -16,10 +16,12 @@ from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
 
 from unitrain import CheckpointError, ConfigError
 from unitrain.data.order.order import Shuffled
-from unitrain.data.order.sharding import EpochPlan
-from unitrain.data.order.sorting import SortedWindows
+from unitrain.features.balanced_batches import BalancedBatches
+from unitrain.features.balanced_batches.sorting import SortedWindows
 
 LENGTHS = [1 + 7 * i % 19 for i in range(50)]
+BALANCED: dict[str, Any] = {"lengths": LENGTHS, "sort_window": 3}
+OPTIONS = {"lengths", "costs", "max_cost", "sort_window"}
 GOLDEN = [
     4,
     9,
@@ -45,14 +47,15 @@ GOLDEN = [
 
 
 def in_windows(lengths: list[int], batch: int, batches: int, seed: int) -> NDArray[np.int64]:
-    plan = EpochPlan(len(lengths), batch, 1, 0, 1, False)
-    order = SortedWindows(Shuffled(len(lengths), seed, 0), plan, np.array(lengths, float).__getitem__, batches, seed)
-    return order.take(np.arange(len(lengths)))
+    samples = len(lengths)
+    values = np.array(lengths, float)
+    order = SortedWindows(Shuffled(samples, seed, 0), samples, batch, values.__getitem__, batches, seed)
+    return order.take(np.arange(samples))
 
 
 def test_the_order_never_changes() -> None:
     assert in_windows(LENGTHS[:20], 4, 2, 0).tolist() == GOLDEN
-    again = SortedWindows(Shuffled(20, 0, 0), EpochPlan(20, 4, 1, 0, 1, True), np.array(LENGTHS, float).take, 2, 0)
+    again = SortedWindows(Shuffled(20, 0, 0), 20, 4, np.array(LENGTHS, float).take, 2, 0)
     assert [again.take(np.array([i]))[0] for i in reversed(range(20))] == GOLDEN[::-1], "from any position"
 
 
@@ -75,7 +78,8 @@ def test_batches_of_a_window_are_sorted_and_shuffled(lengths: list[int], batch: 
 
 
 def test_batches_come_in_another_order_in_each_window_and_epoch() -> None:
-    loader = pretended_rank().dataloader(list(range(600)), global_batch_size=2, lengths=lambda i: i + 1, sort_window=5)
+    by_length = BalancedBatches(lengths=lambda i: i + 1, sort_window=5)
+    loader = pretended_rank().dataloader(list(range(600)), global_batch_size=2, batching=by_length)
     epochs = [[int(batch[0]) for batch in loader] for _ in range(2)]
     ranks = {tuple(np.argsort(firsts[i : i + 5])) for firsts in epochs for i in range(0, 300, 5)}
     assert len(ranks) > 60
@@ -90,8 +94,7 @@ def loader_of(rank: int = 0, world_size: int = 1, **given: Any) -> Any:
     settings = {
         "global_batch_size": 8,
         "shuffle": "sampler" not in given,
-        "lengths": LENGTHS,
-        "sort_window": 3,
+        "batching": BalancedBatches(**{**BALANCED, **{name: given.pop(name) for name in OPTIONS & given.keys()}}),
         **given,
     }
     return strategy.dataloader(list(range(50)), **settings)
@@ -147,7 +150,8 @@ def test_within_an_epoch_another_order_is_refused(given: dict[str, Any]) -> None
         list(trained(first, 1))
         state = first.state_dict()
         with pytest.raises(
-            CheckpointError, match=r"epoch 0 can't continue after .*: sort_window, the global batch size"
+            CheckpointError,
+            match=r"epoch 0 can't continue after .*: sort_window, .* lengths, the global batch size, on which",
         ):
             loader_of(**after).load_state_dict(state)
         loader_of(**before).load_state_dict(state)
@@ -158,14 +162,14 @@ def test_within_an_epoch_another_order_is_refused(given: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lengths": None}, "pass lengths .* or costs .*; got sort_window"),
+        ({"lengths": None}, "pass lengths .* or costs .*, not neither"),
         (
             {"lengths": None, "costs": LENGTHS},
             "sort_window saves padding, but costs add up without padding: pass lengths",
         ),
         (
             {"batch_sampler": [[1, 2]]},
-            "sort_window makes global batches from a map-style dataset: sort in the batch_samp",
+            "sort_window makes global batches, and so does batch_sampler: sort in the batch_s",
         ),
         ({"sort_window": 1}, "sort_window must be an integer of at least 2"),
         ({"sort_window": 2.5}, "sort_window must be an integer of at least 2 .global batches., not 2.5"),
@@ -181,5 +185,6 @@ def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
 def test_a_stream_is_not_sorted() -> None:
     from streams import Numbers
 
-    with pytest.raises(ConfigError, match="or in a buffer of the iterable dataset"):
-        pretended_rank().dataloader(Numbers(9), batch_size=2, lengths=torch.Tensor.item, sort_window=2)
+    by_length = BalancedBatches(lengths=torch.Tensor.item, sort_window=2)
+    with pytest.raises(ConfigError, match="sort in a buffer of the iterable dataset"):
+        pretended_rank().dataloader(Numbers(9), batch_size=2, batching=by_length)

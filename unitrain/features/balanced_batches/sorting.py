@@ -7,25 +7,29 @@ stay sorted.) A window follows from a position alone, so an epoch continues anyw
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unitrain.data.order.balance import Costs
 from unitrain.data.order.order import Order, Shuffled
-from unitrain.data.order.sharding import EpochPlan
+
+# Returns the costs of samples: by index or, in a plan, by position; in a stream, of the samples themselves.
+Costs: TypeAlias = Callable[[Any], NDArray[np.float64]]
 
 
 @dataclass
 class SortedWindows:
-    """The order of an epoch of ``plan``, sorted by ``lengths`` in windows of ``batches`` global batches.
+    """The order of ``samples`` samples, sorted by ``lengths`` in windows of ``batches`` global batches.
 
     ``seed`` shuffles the batches. An incomplete last batch is not sorted, so ``drop_last`` leaves out random samples.
     """
 
     order: Order
-    plan: EpochPlan
+    samples: int
+    global_batch: int
     lengths: Costs
     batches: int
     seed: int
@@ -33,7 +37,7 @@ class SortedWindows:
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these positions of the order."""
-        size = self.batches * self.plan.global_batch
+        size = self.batches * self.global_batch
         windows = positions // size
         taken = np.empty(len(positions), np.int64)
         for window in np.unique(windows).tolist():
@@ -45,8 +49,8 @@ class SortedWindows:
 
     def _sorted(self, begin: int, size: int) -> NDArray[np.int64]:
         """Return the samples of the window that begins at a position."""
-        batch = self.plan.global_batch
-        samples = self.order.take(np.arange(begin, min(begin + size, self.plan.samples)))
+        batch = self.global_batch
+        samples = self.order.take(np.arange(begin, min(begin + size, self.samples)))
         whole = len(samples) // batch * batch
         falling = np.argsort(-self.lengths(samples[:whole]), kind="stable").reshape(-1, batch)
         batches = falling[Shuffled(len(falling), self.seed, begin // size).take(np.arange(len(falling)))]

@@ -1,4 +1,4 @@
-"""Balance: which samples of a global batch each rank takes in each micro-batch, so that all of them cost the same.
+"""``Balance`` divides global batches so that all micro-batches of all ranks cost the same.
 
 By default, rank ``r`` of ``W`` takes every ``W``-th sample of a global batch, whatever they cost, and the slowest rank
 sets the pace. Here the samples are known to cost more or less. The global batches stay as they are.
@@ -13,32 +13,64 @@ sets the pace. Here the samples are known to cost more or less. The global batch
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unitrain.errors import DataError
+from unitrain.data.order.division import Division
+from unitrain.data.order.order import Order
+from unitrain.errors import ConfigError, DataError
+from unitrain.features.balanced_batches.sorting import Costs, SortedWindows
 
 _EXACT = 1e-3  # the bound is at most so much larger than it need be, in proportion
 
 
-# Returns the costs of samples: by index or, in a plan, by position; in a stream, of the samples themselves.
-Costs: TypeAlias = Callable[[Any], NDArray[np.float64]]
-
-
 @dataclass(frozen=True)
-class Balance:
-    """What samples cost, and how the cost of a micro-batch follows from that."""
+class Balance(Division):
+    """Divides by what samples cost, and by how the cost of a micro-batch follows from that."""
 
     costs: Costs
     padded: bool
     """Whether a micro-batch costs its size times its longest sample, and not the sum."""
     most: float | None = None
     """The most that a micro-batch of a rank with a share of 1 may cost; None for a given number of micro-batches."""
+    sort_window: int | None = None
+    """Number of global batches within which samples are sorted; None to leave the order as it is."""
+    digest: str = ""
+    """A digest of the costs of a map-style dataset's samples."""
+
+    @property
+    def limit(self) -> str:
+        """``max_cost``, if it is given."""
+        return "" if self.most is None else f"max_cost={self.most}"
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The arguments, which must be the same on all ranks."""
+        digest = {"a digest of the lengths or costs of samples": self.digest}
+        return {**digest, "max_cost": self.most, "sort_window": self.sort_window}
+
+    @property
+    def order_facts(self) -> Mapping[str, Any] | None:
+        """The window and the lengths, if samples are sorted."""
+        if self.sort_window is None:
+            return None
+        return {"sort_window": self.sort_window, "a digest of the lengths": self.digest}
+
+    def in_epoch(self, order: Order, global_batch: int | None, samples: int, seed: int) -> tuple[Order, Balance]:
+        """Sort the samples in windows, if asked to, and look up the costs of positions."""
+        costs = self.costs
+        if self.sort_window is not None:
+            if global_batch is None:
+                raise ConfigError(
+                    "sort_window makes global batches, and so does batch_sampler: sort in the batch_sampler instead."
+                )
+            order = SortedWindows(order, samples, global_batch, costs, self.sort_window, seed)
+        return order, replace(self, costs=lambda positions: costs(order.take(positions)))
 
     def check(self, costs: NDArray[np.float64], first: int = 0) -> None:
         """Raise DataError unless the samples from number ``first`` on can have these costs."""

@@ -20,9 +20,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import unitrain
 from unitrain import ConfigError, DataError
-from unitrain.data.order.balance import Balance
 from unitrain.data.order.order import Shuffled
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
+from unitrain.features.balanced_batches import BalancedBatches
+from unitrain.features.balanced_batches.balance import Balance
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -88,9 +89,9 @@ def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | N
     for world_size in (1, 2, 3):
         found: dict[int, list[int]] = {}
         for rank in range(world_size):
-            plan: Any = EpochPlan(23, 8, 2, rank, world_size, False, balance=balance)
+            plan: Any = EpochPlan(23, 8, 2, rank, world_size, False, division=balance)
             if batches:
-                plan = BatchPlan((8, 9, 6), 2, rank, world_size, balance=balance)
+                plan = BatchPlan((8, 9, 6), 2, rank, world_size, division=balance)
             micro_batches = list(plan)
             assert len(micro_batches) == plan.micro_batches
             assert (micro_batches[0].start, micro_batches[-1].stop) == (0, 23)
@@ -107,7 +108,7 @@ def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | N
 @pytest.mark.parametrize("by_length", [True, False])
 def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says(by_length: bool) -> None:
     balance = Balance(np.arange(1.0, 8.0).__getitem__, by_length)
-    for plan in (EpochPlan(7, 3, 2, 0, 4, False, balance=balance), BatchPlan((3, 3, 1), 2, 0, 4, balance=balance)):
+    for plan in (EpochPlan(7, 3, 2, 0, 4, False, division=balance), BatchPlan((3, 3, 1), 2, 0, 4, division=balance)):
         assert len(list(plan)) == plan.micro_batches == 3
 
 
@@ -120,7 +121,14 @@ LENGTHS = [1 + 7 * i % 19 for i in range(30)]
 def loader_of(rank: int = 0, world_size: int = 1, accumulate: int = 1, **given: Any) -> Any:
     strategy = pretended_rank(rank, world_size, accumulate=accumulate)
     data = TensorDataset(torch.arange(30))
-    return strategy.dataloader(data, global_batch_size=8, shuffle=True, **{"lengths": LENGTHS, **given})
+    return strategy.dataloader(data, global_batch_size=8, shuffle=True, **batched({"lengths": LENGTHS, **given}))
+
+
+def batched(given: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a loader, with those of balanced batches as its batching if any is given."""
+    options = {name: given[name] for name in ("lengths", "costs", "max_cost", "sort_window") if name in given}
+    others = {name: value for name, value in given.items() if name not in options}
+    return {**others, "batching": BalancedBatches(**options)} if any(options.values()) else others
 
 
 def steps_of(batches: Any, loader: Any) -> list[list[int]]:
@@ -155,7 +163,9 @@ def read(stream: Any, world_size: int, workers: int, state: Any = None, **given:
     shares = {2: (3, 1)}.get(world_size)
     for rank in range(world_size):
         strategy = pretended_rank(rank, world_size, shares=shares, accumulate=1 if "max_cost" in given else 2)
-        loader = strategy.dataloader(stream, global_batch_size=8, lengths=length_of, **given, **of_workers(workers))
+        loader = strategy.dataloader(
+            stream, global_batch_size=8, **batched({"lengths": length_of, **given}), **of_workers(workers)
+        )
         if state is not None:
             loader.load_state_dict(state)
         for batch in loader:
@@ -173,7 +183,8 @@ def length_of(sample: Tensor) -> int:
 @pytest.mark.parametrize("given", [{}, {"max_cost": 40.0}], ids=str)
 def test_a_stream_that_is_read_as_a_whole_is_balanced_on_any_ranks_and_workers(given: dict[str, Any]) -> None:
     expected = [list(range(i, min(i + 8, 30))) for i in range(0, 30, 8)]
-    first = pretended_rank().dataloader(Numbers(30), global_batch_size=8, lengths=length_of, **given)
+    batching = BalancedBatches(lengths=length_of, **given)
+    first = pretended_rank().dataloader(Numbers(30), global_batch_size=8, batching=batching)
     for _ in trained(first):
         if first.yielded == 16:
             break
@@ -187,7 +198,7 @@ def test_a_stream_that_is_read_as_a_whole_is_balanced_on_any_ranks_and_workers(g
     ("data", "given", "error", "message"),
     [
         (Numbers(9), {"lengths": LENGTHS}, ConfigError, r"lengths of an iterable dataset must be a function"),
-        (Shards([9]), {"costs": length_of}, ConfigError, r"a sharded Shards can't be balanced .*: pass sharded=False"),
+        (Shards([9]), {"costs": length_of}, ConfigError, r"a sharded Shards can't be divided .*: pass sharded=False"),
         (Numbers(9), {"costs": torch.Tensor.item}, DataError, r"costs must be positive numbers, but go from 0\.0"),
         (Numbers(9), {"lengths": length_of, "max_cost": 18}, DataError, r"sample 8 costs 19, .* more than max_cost=18"),
     ],
@@ -196,7 +207,7 @@ def test_streams_that_can_not_be_balanced(
     data: Any, given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        list(pretended_rank().dataloader(data, global_batch_size=8, **given))
+        list(pretended_rank().dataloader(data, global_batch_size=8, batching=BalancedBatches(**given)))
 
 
 class Countable(Numbers):
@@ -205,9 +216,11 @@ class Countable(Numbers):
 
 
 def test_the_number_of_batches_of_a_stream_is_unknown_if_it_depends_on_costs() -> None:
-    loader = pretended_rank(accumulate=2).dataloader(Countable(30), global_batch_size=8, lengths=length_of)
+    by_length = BalancedBatches(lengths=length_of)
+    loader = pretended_rank(accumulate=2).dataloader(Countable(30), global_batch_size=8, batching=by_length)
     assert len(loader) == len(list(loader)) == 8
-    loader = pretended_rank().dataloader(Countable(30), global_batch_size=8, lengths=length_of, max_cost=40)
+    limited = BalancedBatches(lengths=length_of, max_cost=40)
+    loader = pretended_rank().dataloader(Countable(30), global_batch_size=8, batching=limited)
     with pytest.raises(TypeError, match="the number of its batches is unknown"):
         len(loader)
 
@@ -248,7 +261,7 @@ def train_all(
             torch.manual_seed(0)
             model: nn.Module = nn.Sequential(nn.Embedding(31, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
             prepared = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
-            parts.append((*prepared, strategy.dataloader(global_batch_size=8, collate_fn=padded_rows, **case)))
+            parts.append((*prepared, strategy.dataloader(global_batch_size=8, collate_fn=padded_rows, **batched(case))))
         objects = {f"{'mol'[kind]}{i}": part for i, those in enumerate(parts) for kind, part in enumerate(those)}
         checkpoint = strategy.checkpoint(folder, background=False, **objects)
         checkpoint.resume()
@@ -293,8 +306,8 @@ def test_balanced_training_is_that_of_one_process_and_continues_on_other_ranks(t
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"costs": LENGTHS}, ConfigError, "pass lengths .* or costs .*; got lengths, costs"),
-        ({"lengths": None, "max_cost": 3}, ConfigError, "got max_cost"),
+        ({"costs": LENGTHS}, ConfigError, "pass lengths .* or costs .*, not both"),
+        ({"lengths": None, "max_cost": 3}, ConfigError, "pass lengths .* or costs .*, not neither"),
         ({"lengths": LENGTHS[1:]}, DataError, r"a number for each of the 30 samples, but has shape \[29\]"),
         (
             {"lengths": [0, *LENGTHS[1:]]},
@@ -302,7 +315,11 @@ def test_balanced_training_is_that_of_one_process_and_continues_on_other_ranks(t
             r"lengths must be positive numbers, but go from 0\.0 to 19\.0",
         ),
         ({"max_cost": 18}, DataError, "sample 8 costs 19, which is more than max_cost=18"),
-        ({"max_cost": 30, "micro_batch_size": 2}, ConfigError, "max_cost and micro_batch_size are mutually exclusive"),
+        (
+            {"max_cost": 30, "micro_batch_size": 2},
+            ConfigError,
+            "max_cost=30 and micro_batch_size=2 are mutually exclusive",
+        ),
         ({"max_cost": 30, "accumulate": 2}, ConfigError, "max_cost=30 and accumulate=2 are mutually exclusive"),
     ],
 )

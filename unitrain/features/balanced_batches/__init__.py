@@ -1,0 +1,5 @@
+"""Batches that cost the same on all ranks, by the lengths of samples."""
+
+from unitrain.features.balanced_batches.batches import BalancedBatches
+
+__all__ = ["BalancedBatches"]
