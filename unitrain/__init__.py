@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -79,8 +80,6 @@ _HOMES = {
     "Meter": "metrics.meter",
     "StepResult": "training.loop.step",
 }
-_FEATURES = {"find_micro_batch_size": "batch_finder.finder", "notebook_launch": "notebook.launching"}
-"""Functions of features that scripts call by themselves. They are not in ``__all__``: a folder can be deleted."""
 
 
 if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled name
@@ -88,13 +87,21 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled na
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return import_module("importlib.metadata").version("unitrain")
-        if name not in __all__ and name not in _FEATURES:
+        home = _HOMES.get(name, "errors") if name in __all__ else _home_in_features(name)
+        if not home:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = f"features.{_FEATURES[name]}" if name in _FEATURES else _HOMES.get(name, "errors")
         with _without_collections():
             value = getattr(import_module(f"unitrain.{home}"), name)
         globals()[name] = value  # later accesses skip this function
         return value
+
+
+def _home_in_features(name: str) -> str:
+    """Return the module of a function of a feature, which is in a file of its name; "" if there is no such function."""
+    if name.isidentifier() and "_" in name.strip("_"):  # not a folder's name, as in "from unitrain import features"
+        for file in Path(__file__).parent.glob(f"features/*/{name}.py"):
+            return f"features.{file.parent.name}.{name}"
+    return ""
 
 
 @cache

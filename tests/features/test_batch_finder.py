@@ -19,7 +19,7 @@ from torch._utils import ExceptionWrapper
 
 import unitrain
 from unitrain import DataError, UsageError, rng
-from unitrain.features.batch_finder.finder import find_micro_batch_size, first_line, is_out_of_memory
+from unitrain.features.batch_finder.find_micro_batch_size import find_micro_batch_size, first_line, is_out_of_memory
 
 MB = 2**20
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.features.batch_finder.finder import find_micro_batch_size
+from unitrain.features.batch_finder.find_micro_batch_size import find_micro_batch_size
 from unitrain.features.ema import EMA
 from unitrain.features.throughput import Throughput
 from unitrain.testing.parity import cases, trial

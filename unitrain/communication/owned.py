@@ -31,4 +31,4 @@ class OwnedBy:
 
 def refuse() -> NoReturn:
     """Raise UsageError: a copy would lose the state that other ranks own."""
-    raise UsageError("a rank has a part of a sharded optimizer's state: use strategy.checkpoint or strategy.save.")
+    raise UsageError("each rank has only a part of this optimizer's state: use strategy.checkpoint or strategy.save.")

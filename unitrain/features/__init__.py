@@ -17,6 +17,7 @@ that settings are read without it.
 
 If it has a module ``command``, this is a command of ``unitrain``: ``NAME``, ``SUMMARY``, a clause for its help, and
 ``add_arguments(parser)``, as in ``unitrain.commands``.
+A function that scripts call as ``unitrain.NAME`` is in a file ``NAME.py`` of the feature's folder.
 """
 
 from __future__ import annotations

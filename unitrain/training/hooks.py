@@ -26,8 +26,8 @@ class StepHook:
 
     Attributes:
         place: the order among hooks. At each moment, those with a smaller number are called first, and hooks of one
-            place in the order in which they were added. Sharded optimizers have 10, buffers 20, gradients 40, averages
-            of weights and hooks of scripts 50, copies of the state 90.
+            place in the order in which they were added. Division of an optimizer has 10, buffers 20, gradients 40,
+            averages of weights and hooks of scripts 50, copies of the state 90.
         kept_in_checkpoints: what the hook is, such as "an average", if a run's checkpoints should have it as an object.
     """
 

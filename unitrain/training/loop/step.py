@@ -178,7 +178,7 @@ class TrainingStep:
         return micro_batch.last if sync is None else sync
 
     def _judge_clip_and_step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
-        """Let the optimizer step, with the hooks around it. A GPU may judge while the host continues."""
+        """Let the optimizer step, with the hooks around it. One call: a GPU may judge while the host continues."""
         optimizer, parameters, evidence = window.optimizer, window.parameters, window.evidence
         stepped, norm = False, None
         try:
