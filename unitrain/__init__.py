@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from unitrain.job.starting.spawn import spawn
     from unitrain.job.watch.stopping import Stopped
     from unitrain.launch.detect import Launch
-    from unitrain.metrics.meter import Meter
     from unitrain.settings import dump_yaml, parse_command_line
     from unitrain.settings.strategy_config import StrategyConfig
     from unitrain.strategy import Strategy
     from unitrain.training.feature import Feature
     from unitrain.training.loop.step import StepResult
+    from unitrain.training.meter import Meter
 
 __all__ = [
     "Backend",
@@ -77,7 +77,7 @@ _HOMES = {
     "spawn": "job.starting.spawn",
     "Stopped": "job.watch.stopping",
     "Strategy": "strategy",
-    "Meter": "metrics.meter",
+    "Meter": "training.meter",
     "StepResult": "training.loop.step",
 }
 

@@ -28,14 +28,13 @@ from unitrain.device import pick_device
 from unitrain.errors import ConfigError, UsageError
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
-from unitrain.metrics import torchmetric
-from unitrain.metrics.meter import Meter
 from unitrain.pulse import CLOSING
 from unitrain.training.feature import Feature
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.loop.weights import ScriptLosses, ScriptWeights
+from unitrain.training.meter import Meter
 from unitrain.training.models import batch_norm, preparation
 from unitrain.training.models.buffers import BufferSync
 from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
@@ -103,8 +102,6 @@ class Strategy:
             config,
             wraps=self.world_size == 1 or self._step.averaging.in_step,
         )
-        self._metric_check = torchmetric.MetricCheck(self.world_size)
-        self._metric_check.begin()
         self._checkpoint: Checkpoint | None = None
 
     def _add_features(self) -> None:
@@ -277,7 +274,8 @@ class Strategy:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
         with ExitStack() as swaps:
             swaps.enter_context(self._step.replicas.shared_weights("evaluation()", buffers=True))
-            self._metric_check.begin()
+            for begun in self._hooks.at_evaluation:
+                begun()
             modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, Average) else one for one in modules)
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
             batch_norm.average_statistics(modules, self._communicator, self.shares)
@@ -305,16 +303,6 @@ class Strategy:
     def meter(self) -> Meter:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
         return Meter(self._communicator, self._step.batches.current_batch)
-
-    def metric(self, metric: T) -> T:
-        """Make a torchmetrics ``Metric`` or ``MetricCollection`` synchronise on any backend, and return it.
-
-        Its value then covers the samples of all ranks, though some may have none. Stand-ins don't count.
-
-        Raises:
-            UsageError: it is no metric.
-        """
-        return torchmetric.synchronise(metric, self._communicator, self._step.batches.current_batch)
 
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.
@@ -613,7 +601,6 @@ class Strategy:
                 self._checkpoint.abandon()  # if the run fails
                 self._checkpoint = None  # it has wrapped models, with what they communicate by
             self._step.close()
-            self._metric_check.close()
             self._prepared.release()
             self._communicator.collectives.close(failed=job.failed)
 

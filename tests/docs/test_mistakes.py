@@ -364,7 +364,7 @@ def unnamed_counts(script: Script) -> None:
     script.strategy.meter().add(1.0, 2)  # type: ignore[call-overload]
 
 
-@mistake("computes a torchmetrics metric that it did not pass to `strategy.metric`")
+@mistake("computes a torchmetrics metric that it did not synchronise")
 def metric_unpassed(script: Script) -> None:
     metric = torchmetrics.SumMetric()
     metric.update(1.0)

@@ -263,7 +263,7 @@ def test_nested_switches_and_lists_and_null() -> None:
         *["--strategy.data-parallel.device-ids", "0,1", "--milestones", "30,60", "--output-dir", "null"],
         *["--strategy.pin-memory", "--optimizer.momentum=0"],
     )
-    assert recipe.strategy.sync_batchnorm
+    assert recipe.strategy.model_dump()["sync_batchnorm"] is True
     assert recipe.strategy.section("ddp", DDPSettings).static_graph
     assert recipe.strategy.pin_memory is True
     assert recipe.strategy.broadcast_buffers is False

@@ -160,7 +160,7 @@ class Checkpoint:
             if len(set(marks)) > 1:
                 raise UsageError(
                     f"save(best=...) got {by_rank(enumerate(marks))}: decide on a value that is the same on all ranks, "
-                    "such as that of strategy.meter() or of a strategy.metric()."
+                    "such as that of a strategy.meter()."
                 )
             with self._step.replicas.shared_weights():
                 states, together = self._collected(remembered)

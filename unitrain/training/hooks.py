@@ -16,7 +16,7 @@ AfterUpdate = Callable[[Optimizer, Sequence[Parameter], bool], None]
 Watched = Callable[[Optimizer, Sequence[Parameter]], None]
 _MOMENTS = (
     "registered", "watched", "before_call", "after_call", "before_update", "after_update", "after_error",
-    "at_boundary", "at_epoch_end", "at_end", "at_close", "at_folder", "logged",
+    "at_boundary", "at_epoch_end", "at_evaluation", "at_end", "at_close", "at_folder", "logged",
     "batches",
 )  # fmt: skip
 
@@ -61,6 +61,9 @@ class StepHook:
     def at_epoch_end(self) -> None:
         """A training iteration over a loader has ended."""
 
+    def at_evaluation(self) -> None:
+        """An evaluation begins."""
+
     def at_end(self) -> None:
         """The run ends, without an error: the strategy is being closed."""
 
@@ -93,6 +96,7 @@ class Hooks:
     after_error: list[Callable[[Optimizer], None]]
     at_boundary: list[Callable[[], None]]
     at_epoch_end: list[Callable[[], None]]
+    at_evaluation: list[Callable[[], None]]
     at_end: list[Callable[[], None]]
     at_close: list[Callable[[], None]]
     at_folder: list[Callable[[str | Path], None]]

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import nn
 
 import unitrain
+from unitrain.features.torchmetrics import synchronise_metric
 
 WORLDS = [("ddp", 2, "spawn"), ("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
 
@@ -112,8 +113,8 @@ def test_ranks_that_round_differently_train_on() -> None:
 
 def metrics(backend: str) -> tuple[float, list[float], float, float]:
     with unitrain.init(backend=backend) as strategy:
-        accuracy = strategy.metric(torchmetrics.classification.MulticlassAccuracy(3, average="micro"))
-        collected = strategy.metric(torchmetrics.CatMetric())
+        accuracy = synchronise_metric(torchmetrics.classification.MulticlassAccuracy(3, average="micro"), strategy)
+        collected = synchronise_metric(torchmetrics.CatMetric(), strategy)
         generator = torch.Generator().manual_seed(0)
         predictions, labels = torch.randint(3, (2, 41), generator=generator)
         mine = slice(strategy.rank, None, strategy.world_size)
@@ -141,4 +142,4 @@ def test_torchmetrics_and_meters_see_every_sample_once(backend: str, world: int,
 
 def test_metric_refuses_what_is_none() -> None:
     with unitrain.init(backend="single") as strategy, pytest.raises(unitrain.UsageError, match=r"not int\. For a mean"):
-        strategy.metric(3)
+        synchronise_metric(3, strategy)

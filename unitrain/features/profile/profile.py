@@ -12,7 +12,7 @@ from typing import Any
 
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import UsageError
-from unitrain.features.profile.recording import Plan, Recording
+from unitrain.features.profile.recording import ProfilePlan, Recording
 from unitrain.process import print_stderr
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
@@ -63,7 +63,7 @@ class Profile(Feature):
         """Begin, or wait for the signal."""
         self._sockets = sockets
         ranks = range(sockets.communicator.world_size) if self._ranks is None else self._ranks
-        self._plan = Plan(self._folder, self._steps, self._skip, ranks, self._memory)
+        self._plan = ProfilePlan(self._folder, self._steps, self._skip, ranks, self._memory)
         if self._on_signal is None and self._is_recording:
             raise UsageError("a profile was added while another profile has not ended: add it later.")
         _check(self._plan, sockets.communicator)
@@ -102,7 +102,7 @@ class Profile(Feature):
         self._sockets.stopping.remove_action(_REQUEST)
 
 
-def _check(plan: Plan, communicator: Communicator) -> None:
+def _check(plan: ProfilePlan, communicator: Communicator) -> None:
     """Raise UsageError unless a profile can be made as planned, and create its folder. Collective."""
     folder, steps, skip, ranks, _ = plan
 

@@ -21,7 +21,7 @@ _MOST_ALLOCATIONS = 100_000  # in a snapshot, the last ones: several kB each
 _ANCHOR = "unitrain: clock"
 
 
-class Plan(NamedTuple):
+class ProfilePlan(NamedTuple):
     """What to record: ``steps`` steps of some ranks after ``skip`` others, the last of which warms torch's profiler up.
 
     With ``memory`` the trace shows how much torch has allocated, and these ranks write snapshots of their GPUs' memory.
@@ -43,7 +43,7 @@ class Recording(StepHook):
         plan: has been checked.
     """
 
-    def __init__(self, communicator: Communicator, hooks: Hooks, plan: Plan) -> None:
+    def __init__(self, communicator: Communicator, hooks: Hooks, plan: ProfilePlan) -> None:
         self._communicator, self._hooks = communicator, hooks
         folder, steps, skip, self._ranks, memory = plan
         self._folder = Path(folder)

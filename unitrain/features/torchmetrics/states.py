@@ -6,7 +6,6 @@ torchmetrics leaves these states out of ``state_dict``, and rank 0's would not b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import needed
 from unitrain.errors import CheckpointError
-from unitrain.training.feature import Feature
-from unitrain.training.loop.sockets import Sockets
 from unitrain.training.state_parts import SavedState, StatePart
 
 # The states of two ranks as one state, by the names of torchmetrics' functions that reduce them over the ranks.
@@ -146,11 +143,3 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def _merged(reduction: Any, one: Any, other: Any) -> Any:
     return one + other if isinstance(one, list) else _MERGED[reduction.__name__](one, other)
-
-
-class SavesMetrics(Feature):
-    """Has checkpoints save the metrics among their modules."""
-
-    def plug_in(self, sockets: Sockets) -> None:
-        """Add the part to the checkpoints of the run."""
-        sockets.parts.append(partial(MetricStates.of, sockets.communicator))

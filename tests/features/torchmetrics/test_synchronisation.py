@@ -16,6 +16,7 @@ from torchmetrics.detection import MeanAveragePrecision
 
 import unitrain
 from unitrain import UsageError
+from unitrain.features.torchmetrics import synchronise_metric
 
 LAUNCHERS: dict[str, Any] = {"ddp": "spawn", "horovod": "horovodrun"}
 CLASSES = 3
@@ -53,7 +54,9 @@ def plain(value: Any) -> Any:
 def classify(backend: str, counts: list[int]) -> list[dict[str, Any]]:
     """Return every metric's value of each of several sets of rows: some ranks have none."""
     with unitrain.init(backend=backend, device="cpu", precision="fp64") as strategy:
-        metrics: dict[str, Any] = {name: strategy.metric(metric) for name, metric in classification().items()}
+        metrics: dict[str, Any] = {
+            name: synchronise_metric(metric, strategy) for name, metric in classification().items()
+        }
         values = []
         for count in counts:
             metrics["tracker"].increment()
@@ -78,11 +81,11 @@ def compute_unpassed(backend: str) -> tuple[list[str], list[float]]:
             said.append(str(refused.value))
         alone = torchmetrics.SumMetric(sync_on_compute=False)
         explicit = torchmetrics.SumMetric(distributed_available_fn=lambda: False)
-        for one in (alone, explicit, passed := strategy.metric(torchmetrics.SumMetric())):
+        for one in (alone, explicit, passed := synchronise_metric(torchmetrics.SumMetric(), strategy)):
             one.update(strategy.rank + 1.0)
         values = [float(one.compute()) for one in (alone, explicit, passed)]
         values.append(float(strategy.on_main(alone.compute)))
-        other = strategy.metric(torchmetrics.SumMetric())
+        other = synchronise_metric(torchmetrics.SumMetric(), strategy)
         other.update(1.0)
         with pytest.raises(UsageError, match=r"was called within on_main, where only rank 0 is"):
             strategy.on_main(other.compute)
@@ -94,7 +97,7 @@ def compute_unpassed(backend: str) -> tuple[list[str], list[float]]:
 def test_a_metric_that_was_not_passed_is_refused_on_every_rank(backend: str) -> None:
     for rank, (said, values) in enumerate(run_ranks(compute_unpassed, backend, launcher=LAUNCHERS[backend])):
         assert len(said) == 2
-        assert all(one.startswith("SumMetric was not passed to strategy.metric") for one in said)
+        assert all(one.startswith("SumMetric was not passed to synchronise_metric()") for one in said)
         assert values == [rank + 1, rank + 1, 3, 1, rank + 1]
 
 
@@ -115,7 +118,7 @@ def detect(backend: str, images: int) -> dict[str, Any]:
     labels = torch.randint(2, (images, 2), generator=generator)
     scores = torch.rand(images, 2, generator=generator)
     with unitrain.init(backend=backend, device="cpu") as strategy:
-        metric = strategy.metric(MeanAveragePrecision(iou_type=("bbox", "segm")))
+        metric = synchronise_metric(MeanAveragePrecision(iou_type=("bbox", "segm")), strategy)
         for (index,) in strategy.dataloader(TensorDataset(torch.arange(images)), batch_size=4, shuffle=False):
             for image in index.tolist():
                 boxes = torch.cat([corners[image].amin(1), corners[image].amax(1) + 8], dim=1)
@@ -144,7 +147,11 @@ def train(samples: int) -> list[dict[str, Any]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = strategy.prepare(model, optimizer)
         updated, called = (
-            {name: strategy.metric(metric) for name, metric in classification().items() if name != "tracker"}
+            {
+                name: synchronise_metric(metric, strategy)
+                for name, metric in classification().items()
+                if name != "tracker"
+            }
             for _ in range(2)
         )
         for predictions, labels in strategy.dataloader(TensorDataset(*rows(samples)), batch_size=1, shuffle=False):
@@ -163,7 +170,7 @@ def test_stand_ins_change_no_metric() -> None:
 
 def test_a_copy_of_a_metric_is_another_metric() -> None:
     with unitrain.init(device="cpu") as strategy:
-        metric = strategy.metric(torchmetrics.Accuracy(**OPTIONS))
+        metric = synchronise_metric(torchmetrics.Accuracy(**OPTIONS), strategy)
         for other in (metric.clone(), copy.deepcopy(metric)):
             other.update(*rows(4))
             other(*rows(4))
@@ -173,7 +180,7 @@ def test_a_copy_of_a_metric_is_another_metric() -> None:
 
 def different(_: int) -> str:
     with unitrain.init(device="cpu") as strategy:
-        metric = strategy.metric(torchmetrics.CatMetric())
+        metric = synchronise_metric(torchmetrics.CatMetric(), strategy)
         metric.update(torch.zeros(2, 3 + strategy.rank))
         with pytest.raises(UsageError) as error:
             metric.compute()
@@ -206,7 +213,7 @@ class Latest(torchmetrics.Metric):
 
 def latest(of_ranks: list[float | None]) -> list[Any]:
     with unitrain.init(device="cpu") as strategy:
-        metric = strategy.metric(Latest())
+        metric = synchronise_metric(Latest(), strategy)
         value = of_ranks[strategy.rank]
         if value is not None:
             metric.update(value)
@@ -221,4 +228,4 @@ def test_a_rank_without_samples_does_not_count_in_a_mean_over_the_ranks() -> Non
 
 def test_what_is_not_a_metric_is_refused() -> None:
     with unitrain.init(device="cpu") as strategy, pytest.raises(UsageError, match="not Linear"):
-        strategy.metric(nn.Linear(1, 1))
+        synchronise_metric(nn.Linear(1, 1), strategy)

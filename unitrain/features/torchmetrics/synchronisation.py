@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import sys
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from types import MethodType
@@ -13,10 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+import unitrain
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.gathering import gather_rows
 from unitrain.data.loop import CurrentBatch
 from unitrain.errors import UsageError, by_rank
+from unitrain.training.feature import Feature
+from unitrain.training.loop.sockets import Sockets
 
 M = TypeVar("M")
 
@@ -25,16 +26,52 @@ M = TypeVar("M")
 _NEUTRAL = {"dim_zero_sum", "dim_zero_max", "dim_zero_min"}
 
 
-def synchronise(metric: M, communicator: Communicator, current_batch: CurrentBatch) -> M:
-    """See ``Strategy.metric``."""
+def synchronise_metric(metric: M, strategy: unitrain.Strategy) -> M:
+    """Make a torchmetrics ``Metric`` or ``MetricCollection`` synchronise on any backend, and return it.
+
+    Its value then covers the samples of all ranks, though some may have none. Stand-ins don't count.
+
+    Args:
+        metric: the metric, once it is made.
+        strategy: the strategy of the run.
+
+    Raises:
+        UsageError: it is no metric.
+
+    Example:
+        >>> accuracy = synchronise_metric(MulticlassAccuracy(10), strategy)
+    """
     # A wrapper, a composition and a collection hold metrics that are updated and synchronised one by one.
     modules: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
     metrics = [one for one in modules if _is_metric(one)]
     if not metrics:
         raise UsageError(
-            f"metric() takes torchmetrics' metrics, not {type(metric).__name__}. For a mean, use strategy.meter()."
+            f"synchronise_metric() takes torchmetrics' metrics, not {type(metric).__name__}. For a mean, use "
+            "strategy.meter()."
         )
+    strategy.add(_Synchronisation(modules, metrics))
+    return metric
 
+
+class _Synchronisation(Feature):
+    """Synchronises metrics. It is added to a run for each call of ``synchronise_metric``, and has no hooks.
+
+    Args:
+        modules: the metric, and the modules within it.
+        metrics: those among them that have states.
+    """
+
+    def __init__(self, modules: list[Any], metrics: list[Any]) -> None:
+        self._modules, self._metrics = modules, metrics
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Give the metrics the communicator, and the batch that the script works on."""
+        _synchronise(self._modules, self._metrics, sockets.communicator, sockets.batches.current_batch)
+
+
+def _synchronise(
+    modules: list[Any], metrics: list[Any], communicator: Communicator, current_batch: CurrentBatch
+) -> None:
     def synchronise_states(self: Any, dist_sync_fn: object = None, process_group: object = None) -> None:
         for name, state in _synchronised(self, communicator).items():
             setattr(self, name, state)
@@ -48,47 +85,6 @@ def synchronise(metric: M, communicator: Communicator, current_batch: CurrentBat
             # A MetricCollection, which groups metrics that its first update made equal.
             one.update = _unless_stand_in(one.update, current_batch)  # type: ignore[method-assign]
     modules[0].to(communicator.device)
-    return metric
-
-
-class MetricCheck:
-    """Refuses, on several ranks, to compute metrics of torchmetrics that were not passed to ``strategy.metric``.
-
-    torchmetrics would synchronise them if the backend happens to use torch.distributed, and wait for ranks that don't
-    compute. Otherwise each rank would silently compute its own value.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._several = world_size > 1
-        self._undo: Callable[[], None] | None = None
-
-    def begin(self) -> None:
-        """Begin to check, if torchmetrics has been imported by now."""
-        library = sys.modules.get("torchmetrics.metric")
-        base = getattr(library, "Metric", None)
-        if not self._several or self._undo is not None or base is None:
-            return
-        default, sync = getattr(library, "jit_distributed_available", None), base.sync
-
-        @functools.wraps(sync)
-        def checked(metric: Any, *args: Any, should_sync: bool = True, **chosen: Any) -> None:
-            unknown = metric.distributed_available_fn is default and not args and not any(chosen.values())
-            if should_sync and unknown:
-                raise UsageError(
-                    f"{type(metric).__name__} was not passed to strategy.metric, so that its value would be of one "
-                    "rank or of all, by backend. Pass it once it is made: metric = strategy.metric(metric). For the "
-                    "value of this rank's data, such as gathered rows, make it with sync_on_compute=False."
-                )
-            sync(metric, *args, should_sync=should_sync, **chosen)
-
-        base.sync = checked
-        self._undo = functools.partial(setattr, base, "sync", sync)
-
-    def close(self) -> None:
-        """End the check."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
 
 
 def _is_metric(module: Any) -> bool:

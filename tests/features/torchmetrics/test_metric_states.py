@@ -15,6 +15,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 import unitrain
 from unitrain import CheckpointError
+from unitrain.features.torchmetrics import synchronise_metric
 
 ROWS = 60
 PREDICTIONS = torch.rand(ROWS, 3, generator=torch.Generator().manual_seed(0))
@@ -80,7 +81,7 @@ def evaluate(folder: str, backend: str, first: int, last: int) -> dict[str, Any]
     with unitrain.init(backend=backend, device="cpu") as strategy:
         used = metrics()
         for metric in (used["accuracy"], used["auroc"], used["range"], *used["collection"].values()):
-            strategy.metric(metric)
+            synchronise_metric(metric, strategy)
         checkpoint = strategy.checkpoint(folder, **used)
         assert checkpoint.resume() == (first > 0)
         update(strategy, used, range(first, last))

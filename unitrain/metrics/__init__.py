@@ -1,1 +1,0 @@
-"""Metrics: means over all ranks, and synchronisation of torchmetrics."""
