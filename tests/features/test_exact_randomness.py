@@ -23,7 +23,7 @@ import unitrain
 from unitrain import ConfigError, StrategyConfig, UsageError
 from unitrain.communication.backend import load_backend
 from unitrain.communication.communicator import Communicator
-from unitrain.features.exact_randomness.draws import Draw, mix
+from unitrain.features.exact_randomness.draws import SampleDraw, mix
 from unitrain.features.exact_randomness.randomness import ExactRandomness
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.stopping import Stopping
@@ -243,8 +243,8 @@ def test_evaluations_exports_and_the_process_s_generator_are_as_before() -> None
 # ------------------------------------------------------------------------------------------------ the numbers drawn
 
 
-def draw(shape: tuple[int, ...], seed: int = 3) -> Draw:
-    return Draw(torch.arange(shape[0]) * 7919 + seed, shape)
+def draw(shape: tuple[int, ...], seed: int = 3) -> SampleDraw:
+    return SampleDraw(torch.arange(shape[0]) * 7919 + seed, shape)
 
 
 def test_the_numbers_are_distributed_as_they_should() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import unitrain
 from unitrain.data.loop import CurrentBatch
 from unitrain.features.sync_batchnorm import layers as batch_norm
-from unitrain.features.sync_batchnorm.ops import Ranks, gather_statistics
+from unitrain.features.sync_batchnorm.ops import LayerContext, gather_statistics
 
 CHANNELS = 3
 
@@ -73,6 +73,6 @@ def test_compiled_and_exported_without_graph_breaks(launcher: Any) -> None:
 
 def test_no_layer_waits_for_a_gpu() -> None:
     with Waits() as waits:
-        ranks = Ranks(communicator_on_gpu(), CurrentBatch())
+        ranks = LayerContext(communicator_on_gpu(), CurrentBatch())
         assert gather_statistics(torch.ones(2, CHANNELS, device=GPU_0), ranks, "layer").mean.device == GPU_0
     assert waits.found == []

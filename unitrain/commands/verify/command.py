@@ -25,11 +25,11 @@ from unitrain.launch.detect import Launch, detect
 from unitrain.launch.local.launchers import launch_command, launch_environment
 from unitrain.launch.local.toolchain import run_to_end
 from unitrain.testing.parity import plain
-from unitrain.testing.parity.cases import CASES, EXACT, STEPS, Trace
+from unitrain.testing.parity.cases import AS_ONE_DEVICE, CASES, EXACT, STEPS, Trace
 from unitrain.testing.parity.comparison import Verdict, cause, compare
 
 _COMPARED = ("train_loss", "val_loss", "val_accuracy", "val_count")
-_EXACT_FLAGS = ("--strategy.precision", "fp64", "--strategy.sync-batchnorm", "true")
+_EXACT = {"precision": "fp64", **AS_ONE_DEVICE}
 
 
 def verify(
@@ -96,7 +96,8 @@ def _recipe_trials(
 
 def _train_recipe(recipe: Path, world: World, folder: Path, flags: Sequence[str]) -> list[dict[str, float]]:
     """Run a recipe for ``STEPS`` steps in float64 and return its ``metrics.jsonl``, a dict per epoch."""
-    run = ("--max-steps", str(STEPS), "--output-dir", str(folder), "--strategy.backend", world.backend, *_EXACT_FLAGS)
+    exact = [f"--strategy.{name.replace('_', '-')}={value}".lower() for name, value in _EXACT.items()]
+    run = ("--max-steps", str(STEPS), "--output-dir", str(folder), "--strategy.backend", world.backend, *exact)
     command = launch_command(world.launcher, world.size, [str(recipe), *flags, *run])
     code, printed = run_to_end(*command, environment=launch_environment())
     metrics = folder / "metrics.jsonl"

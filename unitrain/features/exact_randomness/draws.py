@@ -14,7 +14,7 @@ from unitrain.rng import GOLDEN, MULTIPLIERS
 _SIGNED_GOLDEN, *_SIGNED = (int(value.view(np.int64)) for value in (GOLDEN, *MULTIPLIERS))
 
 
-class Draw:
+class SampleDraw:
     """Uniformly distributed numbers of one shape, a row for each sample.
 
     An element is a hash of its row's seed and of its place in each dimension. Padding at the end of a dimension

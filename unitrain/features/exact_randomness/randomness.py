@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unitrain.data.order.shares import part_of
 from unitrain.device import precise
 from unitrain.errors import ConfigError, UsageError
-from unitrain.features.exact_randomness.draws import Draw
+from unitrain.features.exact_randomness.draws import SampleDraw
 from unitrain.rng import derived_seed, mixed, seed_torch
 from unitrain.training.feature import Feature
 from unitrain.training.loop.batches import OpenBatches
@@ -189,10 +189,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)  # of a hook of a gradient, say
         return replacement(self._draw(func, shape), args, kwargs)
 
-    def _draw(self, func: Any, shape: Sequence[int]) -> Draw:
+    def _draw(self, func: Any, shape: Sequence[int]) -> SampleDraw:
         seed = int(torch.randint(_SEEDS, ()))
         if not shape:  # for all samples at once
-            return Draw(torch.full((1,), seed), ())
+            return SampleDraw(torch.full((1,), seed), ())
         if self.samples is None:
             raise UsageError(
                 f"exact_randomness draws the random numbers of a sample by its place in the epoch, which is unknown "
@@ -205,7 +205,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"tensor of shape {tuple(shape)}, whose first dimension is not the {len(self.samples)} samples of this "
                 "batch. Let the first dimension be the sample in all of the model, or set exact_randomness to false."
             )
-        return Draw(self.samples + seed, shape)
+        return SampleDraw(self.samples + seed, shape)
 
 
 def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
@@ -221,20 +221,20 @@ def _probability(args: Any, kwargs: Any) -> float:
     return float(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
 
 
-def _dropout(draw: Draw, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+def _dropout(draw: SampleDraw, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
     kept = 1 - _probability(args, kwargs)
     mask = draw.below(kept)
     return args[0] * mask * (1 / kept if kept else 0.0), mask
 
 
-def _in_range(draw: Draw, args: Any, kwargs: Any) -> Tensor:
+def _in_range(draw: SampleDraw, args: Any, kwargs: Any) -> Tensor:
     low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
     high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
     found: Tensor = args[0].copy_(low + draw.uniform(args[0].dtype) * (high - low))
     return found
 
 
-def _normally(draw: Draw, args: Any, kwargs: Any) -> Tensor:
+def _normally(draw: SampleDraw, args: Any, kwargs: Any) -> Tensor:
     mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
     deviation = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
     found: Tensor = args[0].copy_(mean + draw.normal(args[0].dtype) * deviation)
@@ -249,13 +249,13 @@ def _made(draw: Callable[[torch.dtype], Tensor], args: Any, kwargs: Any) -> Tens
     return draw(dtype).to(device, dtype)
 
 
-def _integers(draw: Draw, args: Any, kwargs: Any) -> Tensor:
+def _integers(draw: SampleDraw, args: Any, kwargs: Any) -> Tensor:
     low, high = (0, args[0]) if len(args) == 2 else args[:2]  # the last is the size
     found: Tensor = (low + draw.uniform(torch.float64) * (high - low)).floor().clamp(max=high - 1)
     return found.to(kwargs.get("device") or torch.get_default_device(), kwargs.get("dtype") or torch.int64)
 
 
-_REPLACEMENTS: dict[Any, Callable[[Draw, Any, Any], Any]] = {
+_REPLACEMENTS: dict[Any, Callable[[SampleDraw, Any, Any], Any]] = {
     _aten.bernoulli_.float: lambda draw, args, kwargs: args[0].copy_(draw.below(_probability(args, kwargs))),
     _aten.bernoulli_.Tensor: lambda draw, args, kwargs: args[0].copy_(draw.uniform(torch.float64) < args[1]),
     _aten.bernoulli.p: lambda draw, args, kwargs: draw.below(_probability(args, kwargs)).to(args[0].dtype),

@@ -5,7 +5,7 @@ It is always on: without its setting, torch's own ``SyncBatchNorm`` layers are s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import ConfigError
@@ -13,6 +13,12 @@ from unitrain.errors import ConfigError
 if TYPE_CHECKING:
     from unitrain.communication.backend import Backend
     from unitrain.training.feature import Feature
+
+
+AS_ONE_DEVICE = {"sync_batchnorm": True}
+VERIFIED: tuple[dict[str, Any], ...] = (
+    {"name": "sync_batchnorm", "settings": {"sync_batchnorm": True}, "batch_norm": True},
+)
 
 
 class Settings(Section):

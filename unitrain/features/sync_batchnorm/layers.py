@@ -17,7 +17,7 @@ from unitrain.errors import ConfigError
 from unitrain.training.models.batch_norm import GlobalBatchNorm, is_unsynchronised
 
 if TYPE_CHECKING:
-    from unitrain.features.sync_batchnorm.ops import Ranks, Statistics
+    from unitrain.features.sync_batchnorm.ops import BatchStatistics, LayerContext
 
 
 class SyncBatchNorm(GlobalBatchNorm):
@@ -28,7 +28,7 @@ class SyncBatchNorm(GlobalBatchNorm):
 
     plain: ClassVar[type[_BatchNorm]]
     local_forward: ClassVar[Callable[..., Tensor]]
-    ranks: Ranks
+    ranks: LayerContext
     sync_name: str
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
@@ -42,7 +42,7 @@ class SyncBatchNorm(GlobalBatchNorm):
         return output
 
     @torch.no_grad()
-    def _update_running(self, statistics: Statistics) -> None:
+    def _update_running(self, statistics: BatchStatistics) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -107,9 +107,9 @@ def synchronise(
     ]
     if not layers:
         return
-    from unitrain.features.sync_batchnorm.ops import Ranks  # registers operators, which takes a while
+    from unitrain.features.sync_batchnorm.ops import LayerContext  # registers operators, which takes a while
 
-    ranks = Ranks(communicator, current_batch)
+    ranks = LayerContext(communicator, current_batch)
     for name, layer in layers:
         if getattr(layer, "process_group", None) is not None:
             raise ConfigError(

@@ -24,10 +24,10 @@ from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import CurrentBatch
 
 _keys = itertools.count()
-_RANKS: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
+_RANKS: weakref.WeakValueDictionary[int, LayerContext] = weakref.WeakValueDictionary()
 
 
-class Ranks:
+class LayerContext:
     """What a layer needs of the run.
 
     A compiled graph refers to it by its ``key``, since the arguments of a custom operator are tensors and plain values.
@@ -42,24 +42,24 @@ class Ranks:
 
     def normalise(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, name: str
-    ) -> tuple[Tensor, Statistics]:
+    ) -> tuple[Tensor, BatchStatistics]:
         """Normalise (rows, channels, ...) by statistics over the rows of all ranks. Collective.
 
         ValueError is raised on all ranks if there is only one value per channel.
         """
         if torch.compiler.is_compiling():
             output, *graphed = _normalise_op(x, weight, bias, eps, self.key, name)
-            return output, Statistics(*graphed)
+            return output, BatchStatistics(*graphed)
         with torch.no_grad():
             statistics = gather_statistics(x, self, name)
         return _Normalise.apply(x, weight, bias, statistics, eps, self, name), statistics
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerContext:
         """Return this object: a copy of a model runs on the same ranks."""
         return self
 
 
-class Statistics(NamedTuple):
+class BatchStatistics(NamedTuple):
     """Statistics of a batch over all ranks, and the number of rows of this rank."""
 
     mean: Tensor
@@ -72,7 +72,7 @@ class Statistics(NamedTuple):
     """Number of rows of this rank; 0 for a stand-in. In a graph, a tensor on the CPU."""
 
 
-def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
+def gather_statistics(x: Tensor, ranks: LayerContext, name: str) -> BatchStatistics:
     """Return the statistics over the rows of all ranks. Collective."""
     channels = x.size(1)
     count = x.numel() // channels if channels and not ranks.current_batch.is_stand_in else 0
@@ -94,7 +94,7 @@ def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
     share = counts / total.clamp(min=1)
     mean = (means * share).sum(0)
     variance = ((variances + (means - mean) ** 2) * share).sum(0)
-    return Statistics(mean, variance, total, count)
+    return BatchStatistics(mean, variance, total, count)
 
 
 def _normalised(
@@ -109,9 +109,9 @@ def _gradients(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    statistics: Statistics,
+    statistics: BatchStatistics,
     eps: float,
-    ranks: Ranks,
+    ranks: LayerContext,
     name: str,
     *,
     of_input: bool,
@@ -162,9 +162,9 @@ class _Normalise(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        statistics: Statistics,
+        statistics: BatchStatistics,
         eps: float,
-        ranks: Ranks,
+        ranks: LayerContext,
         name: str,
     ) -> Tensor:
         kind = _computed_in(x)
@@ -179,7 +179,7 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, variance, total = ctx.saved_tensors
         count, *rest = ctx.plain
         of_input, of_weight, of_bias, *_ = ctx.needs_input_grad
-        statistics = Statistics(mean, variance, total, count)
+        statistics = BatchStatistics(mean, variance, total, count)
         grad_input, grad_weight, grad_bias = _gradients(grad, x, weight, statistics, *rest, of_input=of_input)
         return grad_input, grad_weight if of_weight else None, grad_bias if of_bias else None, None, None, None, None
 
@@ -228,7 +228,7 @@ def _backward_op(
     name: str,
     of_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = Statistics(mean, variance, total, int(count))
+    statistics = BatchStatistics(mean, variance, total, int(count))
     grad_input, grad_weight, grad_bias = _gradients(
         grad, x, weight, statistics, eps, _RANKS[ranks], name, of_input=of_input
     )
@@ -267,4 +267,4 @@ if hasattr(_normalise_op, "register_effect"):
     for _op in (_normalise_op, _backward_op):
         _op.register_effect(torch.library.EffectType.ORDERED)  # type: ignore[attr-defined]
 else:
-    Ranks.normalise = torch.compiler.disable(Ranks.normalise)  # type: ignore[method-assign, no-untyped-call]
+    LayerContext.normalise = torch.compiler.disable(LayerContext.normalise)  # type: ignore[method-assign, no-untyped-call]

@@ -23,7 +23,7 @@ CASES = tuple(
         *cases.CASES,
         Case("fewer_samples_than_ranks", samples=21),
         Case("empty_micro_batches", {"accumulate": 4}, global_batch=5),
-        Case("deterministic", {"deterministic": True, "sync_batchnorm": True}, batch_norm=True),
+        Case("deterministic", {"deterministic": True, **cases.AS_ONE_DEVICE}, batch_norm=bool(cases.AS_ONE_DEVICE)),
         Case("everything", _EVERYTHING, weighted=True),
         Case("debug", {"accumulate": 2, "debug": True}, weighted=True),
         Case("fp32", {"precision": "fp32"}, tolerance=1e-5),

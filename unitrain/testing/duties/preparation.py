@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from unitrain import Strategy, UsageError
+from unitrain import Strategy, UsageError, features
 from unitrain.testing.duty import duty
 from unitrain.testing.models import Net, Twins
 from unitrain.testing.worlds import World
@@ -20,7 +20,7 @@ from unitrain.testing.worlds import World
 @duty()
 def copies_and_exports(world: World) -> None:
     """A deep copy, such as an average of weights, works by itself or is refused, and an export is a plain model."""
-    with world.open(sync_batchnorm=True, precision="bf16") as strategy:
+    with world.open(precision="bf16", **features.as_one_device()) as strategy:
         model = Net(norm=True).float()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
         x = torch.randn(4, 4) + strategy.rank

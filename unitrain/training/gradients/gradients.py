@@ -130,8 +130,8 @@ class GradientReducer:
             if bucket.launched:
                 raise UsageError(
                     "a gradient was computed after its bucket had been reduced: either a second backward ran before "
-                    "update() (pass the optimizer to each strategy.backward), or reentrant activation checkpointing "
-                    "used a parameter twice (use torch.utils.checkpoint with use_reentrant=False)."
+                    "update() (pass the optimizer to each strategy.backward), or a reentrant checkpoint used a "
+                    "parameter twice (use torch.utils.checkpoint with use_reentrant=False)."
                 )
             bucket.missing -= 1
             # In the same order on every rank: libraries without names match collectives by their order.

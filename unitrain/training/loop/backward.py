@@ -159,7 +159,7 @@ def _zero_unless_weighted(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def _refuse_reentrant_checkpointing(loss: Tensor) -> None:
-    """Raise UsageError if the loss was computed with reentrant activation checkpointing.
+    """Raise UsageError if the loss was computed with reentrant checkpoints of torch.
 
     Its backward can't be limited to the parameters of one optimizer: those within would silently get no gradients.
     """
@@ -171,7 +171,7 @@ def _refuse_reentrant_checkpointing(loss: Tensor) -> None:
         seen.add(node)
         if node.name() == "CheckpointFunctionBackward":
             raise UsageError(
-                "reentrant activation checkpointing does not work with several optimizers: pass use_reentrant=False to "
+                "reentrant torch.utils.checkpoint does not work with several optimizers: pass use_reentrant=False to "
                 "torch.utils.checkpoint.checkpoint."
             )
         pending += [following for following, _ in node.next_functions]
