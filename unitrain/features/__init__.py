@@ -11,6 +11,8 @@ that settings are read without it.
 - ``EXCLUDES``: settings that it can't be combined with, and why.
 - ``check(config, backend)``: raises ConfigError if it does not work with a backend. Called if the feature is turned on.
 - ``VERIFIED``: arguments of ``unitrain.testing.parity.cases.Case``, to compare training with it with a plain loop.
+- ``WRITERS``: by the ending of a file, functions ``(file, forms, tensors)`` that ``unitrain checkpoint merge`` calls to
+  write tensors in a format of their own.
 - ``make(config)``: returns the ``unitrain.Feature`` that is added to the run, if the feature is turned on.
 - ``attach(checkpoint, sockets)``: adds hooks to a checkpoint that was opened. Called if the feature is turned on.
 - ``PROBES``: functions by name, each of which returns what ``unitrain doctor`` says about this host.
@@ -88,6 +90,11 @@ def probes() -> dict[str, Callable[[], str]]:
 def verified() -> list[dict[str, Any]]:
     """Return the arguments of the cases in which ``unitrain verify`` trains with features."""
     return [arguments for module in modules() for arguments in getattr(module, "VERIFIED", ())]
+
+
+def writers() -> dict[str, Any]:
+    """Return the functions that write tensors to a file, by its ending."""
+    return {ending: write for module in modules() for ending, write in getattr(module, "WRITERS", {}).items()}
 
 
 def refuse_exclusions(config: StrategyConfig) -> StrategyConfig:
