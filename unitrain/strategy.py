@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, final, overload
 
@@ -145,7 +145,7 @@ class Strategy:
             first: a module, an optimizer or a scheduler.
             more: others.
             initialise: what gives values to a model that was built under ``torch.device("meta")``. False leaves the
-                weights to ``load_weights`` or a checkpoint; the model can't be called before. True calls
+                weights to a file of weights or a checkpoint; the model can't be called before. True calls
                 ``reset_parameters`` of each module: what constructors do to weights or buffers in another way is lost.
                 A function is called with each module after ``reset_parameters``, such as Hugging Face's
                 ``model._init_weights``.
@@ -451,62 +451,6 @@ class Strategy:
             CheckpointError: the file does not exist, or holds more than tensors and plain data; on every rank.
         """
         return files.load(self._communicator, path)
-
-    def load_weights(self, module: nn.Module, path: str | Path) -> None:
-        """Fill a prepared model with the weights in files of safetensors. Collective.
-
-        Of a sharded model, each rank reads its own part, if all ranks see the files. Else rank 0 reads them, a piece
-        at a time. Values are converted to the dtypes of the model.
-
-        Args:
-            module: the model, as ``prepare`` returned it. It may have been built on the meta device.
-            path: a file such as ``model.safetensors``, an index of several as Hugging Face writes them
-                (``model.safetensors.index.json``), or a folder with one of these; a path, or a URL that fsspec knows.
-
-        Raises:
-            CheckpointError: a file can't be read, or names or shapes are not the model's; on every rank.
-            UsageError: the model is not prepared.
-
-        Example:
-            >>> with torch.device("meta"):
-            ...     model = Transformer(config)
-            >>> model = strategy.prepare(model)
-            >>> strategy.load_weights(model, "models/llama")
-        """
-        from unitrain.checkpoint.weights import load_weights  # few scripts need it
-
-        self._step.replicas.check("load_weights()")
-        with self._prepared.training_weights():
-            load_weights(self._communicator, self._prepared, module, path)
-
-    def save_weights(self, module: nn.Module, folder: str | Path, *, max_file_size: int = 5 * 10**9) -> None:
-        """Save a model's weights as safetensors, in several files with an index if they are large. Collective.
-
-        With a ``config.json``, transformers' ``from_pretrained`` reads the folder, and so does ``load_weights``. The
-        ranks write the files together, and none has more than one whole tensor of a sharded model. Running statistics
-        of BatchNorm layers that are not synchronised are averaged over the ranks first. Of an average
-        of weights, these are saved.
-
-        An earlier model in the folder is replaced. If that is interrupted, the folder has no model that can be read.
-
-        Args:
-            module: the model, as ``prepare`` returned it, or an average of its weights.
-            folder: a path, or a URL that fsspec knows.
-            max_file_size: number of bytes of tensors in a file. A larger tensor has a file of its own.
-
-        Raises:
-            CheckpointError: a file could not be written; on every rank.
-            UsageError: the model has something that safetensors can't hold.
-
-        Example:
-            >>> strategy.save_weights(model, "models/llama-tuned")
-        """
-        from unitrain.checkpoint.saved_weights import save_weights  # few scripts need it
-
-        swapped = module.swapped() if isinstance(module, Average) else nullcontext(module)
-        with self._step.replicas.shared_weights("save_weights()"), swapped as model:
-            batch_norm.average_statistics([model], self._communicator, self.shares)
-            save_weights(self._communicator, self._prepared.unwrap(model), folder, max_file_size)
 
     def checkpoint(
         self,

@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import unitrain
 from unitrain import UsageError
 from unitrain.features.ema import EMA
+from unitrain.features.safetensors import load_weights, save_weights
 
 STEPS = 3
 SETTINGS: dict[str, Any] = {"precision": "fp64", "device": "cpu", "timeout_s": 30, "local_sgd": {"steps": STEPS}}
@@ -43,12 +44,12 @@ def outputs(folder: str) -> None:
             assert torch.equal(weights(strategy.export(prepared)), shared)
         assert not torch.equal(own, shared)
         assert torch.equal(weights(strategy.export(prepared)), shared)
-        strategy.save_weights(prepared, folder)
+        save_weights(strategy, prepared, folder)
         with pytest.raises(UsageError, match=r"save\(\) was called after step 1 of a round of 4 .*after the epoch"):
             strategy.save(prepared, f"{folder}/model.pt")
         assert torch.equal(weights(model), own)
         with pytest.raises(UsageError, match=r"load_weights\(\) was called after step 1 of a round of 4"):
-            strategy.load_weights(prepared, folder)
+            load_weights(strategy, prepared, folder)
         saved = load_file(f"{folder}/model.safetensors")
         assert torch.equal(torch.cat([saved[name].reshape(-1) for name, _ in model.named_parameters()]), shared)
 

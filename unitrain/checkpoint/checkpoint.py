@@ -311,7 +311,7 @@ class Checkpoint:
                 return False
             damage = view.verify()
             if damage is None:
-                self.contents.load_weights(view)
+                self.contents.load_trained(view)
             elif self._communicator.is_main:
                 print_stderr(f"unitrain: {damage}")
             view.close()

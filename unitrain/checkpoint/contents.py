@@ -259,7 +259,7 @@ class Contents:
             if part.key in view.outlines:  # another tool has no loaders
                 part.load(view.state(part.key))
 
-    def load_weights(self, view: CheckpointView) -> None:
+    def load_trained(self, view: CheckpointView) -> None:
         """Load modules and the states of optimizers, whose options stay as they are. Collective."""
         for name, part in sorted(self.of_objects.items()):
             if isinstance(part, OptimizerPart):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from unitrain import features
 from unitrain.checkpoint.names import joined
-from unitrain.checkpoint.saved_weights import NAMES, header
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, opened
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
@@ -39,7 +39,7 @@ def inspect(path: Path) -> int:
 def merge(path: Path, output: Path, name: str = "model") -> int:
     """Write the state of one object of a checkpoint, the newest in a folder of several, to a file with whole tensors.
 
-    A file that ends in ``.safetensors`` is written in that format, a tensor at a time, and any other by ``torch.save``.
+    If a feature writes files with its ending, the tensors are written one at a time. Any other is for ``torch.load``.
     """
     saved = open_checkpoint(path)
     objects = [key for key in saved.parts if not key.startswith("_")]
@@ -50,8 +50,8 @@ def merge(path: Path, output: Path, name: str = "model") -> int:
         store.make()
         with store.draft(output.name) as draft:
             with open(draft, "wb") as file:
-                if output.suffix == ".safetensors":
-                    _write_safetensors(file, name, saved)
+                if write := features.writers().get(output.suffix):
+                    _write(write, file, name, saved)
                 else:
                     forms = (Tensor, Form)
                     whole = rebuilt(saved.parts[name], lambda one: saved.tensor(one) if isinstance(one, forms) else one)
@@ -93,18 +93,15 @@ def _tensors_of(saved: OpenCheckpoint, state: Any) -> Iterator[tuple[str, Form, 
             yield joined(keys), Form(value), 1
 
 
-def _write_safetensors(file: BinaryIO, name: str, saved: OpenCheckpoint) -> None:
+def _write(write: Callable[..., None], file: BinaryIO, name: str, saved: OpenCheckpoint) -> None:
+    """Write the state of an object, whose values are all tensors, to a file of another format."""
     state = saved.parts[name]
     forms: dict[str, Form] = {}
     for key, value in state.items():
-        form = value if isinstance(value, Form) else Form(value) if isinstance(value, Tensor) else None
-        if form is None or form.dtype not in NAMES:
-            kind = type(value).__name__ if form is None else str(form.dtype)
-            raise UsageError(f"{key} of {name} is {kind}, which safetensors can't hold: merge into a .pt file.")
-        forms[key] = form
-    file.write(header(forms))
-    for value in state.values():
-        file.write(saved.tensor(value).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if not isinstance(value, (Tensor, Form)):
+            raise UsageError(f"{key} of {name} is {type(value).__name__}, and no tensor: merge into a .pt file.")
+        forms[key] = value if isinstance(value, Form) else Form(value)
+    write(file, forms, map(saved.tensor, state.values()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,11 +112,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions.add_parser("inspect", help=summary, description=sentence(summary))
     action.add_argument("path", type=path, metavar="PATH", help=where)
     action.set_defaults(run=inspect)
+    output = f"a file for torch.load{''.join(f', or a {ending} file' for ending in features.writers())}"
     summary = "write the state of one object to a file, with whole tensors"
     action = actions.add_parser("merge", help=summary, description=sentence(summary))
     action.add_argument("path", type=path, metavar="PATH", help=where)
     action.add_argument(
-        "-o", "--output", type=path, metavar="FILE", required=True, help="a .safetensors file, or one for torch.load"
+        "-o",
+        "--output",
+        type=path,
+        metavar="FILE",
+        required=True,
+        help=output,
     )
     action.add_argument(
         "--object", dest="name", default="model", metavar="NAME", help="name of the object (default: %(default)s)"

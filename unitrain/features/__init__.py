@@ -13,6 +13,8 @@ that settings are read without it.
 - ``VERIFIED``: arguments of ``unitrain.testing.parity.cases.Case``, to compare training with it with a plain loop.
 - ``AS_ONE_DEVICE``: settings with which ranks compute what one device does for the same samples, where they would not
   without the feature.
+- ``WRITERS``: by the ending of a file, functions ``(file, forms, tensors)`` that ``unitrain checkpoint merge`` calls to
+  write tensors in a format of their own.
 - ``make(config)``: returns the ``unitrain.Feature`` that is added to the run, if the feature is turned on.
 - ``attach(checkpoint, sockets)``: adds hooks to a checkpoint that was opened. Called if the feature is turned on.
 - ``PROBES``: functions by name, each of which returns what ``unitrain doctor`` says about this host.
@@ -95,6 +97,11 @@ def verified() -> list[dict[str, Any]]:
 def as_one_device() -> dict[str, Any]:
     """Return the settings of features with which ranks compute what one device does for the same samples."""
     return {name: value for module in modules() for name, value in getattr(module, "AS_ONE_DEVICE", {}).items()}
+
+
+def writers() -> dict[str, Any]:
+    """Return the functions that write tensors to a file, by its ending."""
+    return {ending: write for module in modules() for ending, write in getattr(module, "WRITERS", {}).items()}
 
 
 def refuse_exclusions(config: StrategyConfig) -> StrategyConfig:

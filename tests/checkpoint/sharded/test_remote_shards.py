@@ -17,6 +17,7 @@ import unitrain
 from unitrain import CheckpointError
 from unitrain.checkpoint.sharded import saving
 from unitrain.checkpoint.store.objects import Objects
+from unitrain.features.safetensors import load_weights
 
 pytestmark = pytest.mark.usefixtures("server")
 WIDTH = 40
@@ -172,12 +173,12 @@ def load(url: str, backend: str) -> tuple[int, dict[str, Tensor]]:
         vars_of: Any = Objects
         vars_of.get = noted
         try:
-            strategy.load_weights(model, url)
+            load_weights(strategy, model, url)
         finally:
             vars_of.get = get
         said = ""
         try:
-            strategy.load_weights(model, f"{url}/none.safetensors")
+            load_weights(strategy, model, f"{url}/none.safetensors")
         except CheckpointError as error:
             said = str(error)
         assert said == f"{url}/none.safetensors does not exist"

@@ -286,4 +286,4 @@ def test_a_model_is_not_called_without_values() -> None:
         assert "pass prepare(..., initialise=function) with a function that sets them" in lost
         assert "prepare() can't initialise table of a Lost" in unset
         assert "4 of its weights (0.bias, 0.weight, 1.bias, ...) have no values: load them" in called
-        assert "strategy.load_weights, or resume a checkpoint" in called
+        assert "a file of weights, or resume a checkpoint" in called

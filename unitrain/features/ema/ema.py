@@ -26,7 +26,7 @@ class EMA(nn.Module, Feature):
     """Exponential moving average of a prepared model's weights, updated after each step of an optimizer of this model.
 
     Pass it to ``strategy.evaluation`` to evaluate the model with the averaged weights, to ``strategy.checkpoint`` to
-    save and resume it, and to ``strategy.export`` or ``strategy.save_weights`` for the averaged model.
+    save and resume it, and to ``strategy.export`` for the averaged model.
 
     It begins with the weights before training (those that the script has loaded until the first step), and after each
     step becomes ``decay * average + (1 - decay) * weights``. Parameters and the running statistics of BatchNorm are

@@ -145,7 +145,7 @@ class WithoutWeights:
         some = ", ".join(sorted(self._names)[:3])
         raise UsageError(
             f"the model was built on the meta device, and {len(self._names)} of its weights ({some}, ...) have no "
-            "values: load them before the model is called (strategy.load_weights, or resume a checkpoint), or pass "
+            "values: load them before the model is called (a file of weights, or resume a checkpoint), or pass "
             "initialise=True or a function to prepare()."
         )
 

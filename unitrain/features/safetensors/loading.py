@@ -1,6 +1,7 @@
-"""``strategy.load_weights``: fills a prepared model from files of safetensors, of which no rank holds all.
+"""``load_weights``: fills a prepared model from files of safetensors, of which no rank holds all.
 
-A file has a header in JSON, and the bytes of tensors. The library safetensors can't read parts from an object store.
+A file has a header in JSON, and the bytes of tensors. The library safetensors can't read parts from an object store, so
+the header is read here, which is all that the library would do for a file on a disk.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import unitrain
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import file_at, readable, store_at
 from unitrain.checkpoint.store.store import Store
@@ -36,8 +38,35 @@ _BEGINNING = 2**20  # bytes, in which most headers fit: one request for each fil
 _REQUEST = 2**25  # bytes: a request takes as long as a few MB
 
 
-def load_weights(communicator: Communicator, prepared: PreparedModules, module: nn.Module, path: str | Path) -> None:
-    """See ``Strategy.load_weights``."""
+def load_weights(strategy: unitrain.Strategy, module: nn.Module, path: str | Path) -> None:
+    """Fill a prepared model with the weights in files of safetensors. Collective.
+
+    Of a sharded model, each rank reads its own part, if all ranks see the files. Else rank 0 reads them, a piece at a
+    time. Values are converted to the dtypes of the model.
+
+    Args:
+        strategy: the strategy of the run.
+        module: the model, as ``prepare`` returned it. It may have been built on the meta device.
+        path: a file such as ``model.safetensors``, an index of several as Hugging Face writes them
+            (``model.safetensors.index.json``), or a folder with one of these; a path, or a URL that fsspec knows.
+
+    Raises:
+        CheckpointError: a file can't be read, or names or shapes are not the model's; on every rank.
+        UsageError: the model is not prepared.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = Transformer(config)
+        >>> model = strategy.prepare(model)
+        >>> load_weights(strategy, model, "models/llama")
+    """
+    sockets = strategy._sockets
+    sockets.replicas.check("load_weights()")
+    with sockets.prepared.training_weights():
+        _load(sockets.communicator, sockets.prepared, module, path)
+
+
+def _load(communicator: Communicator, prepared: PreparedModules, module: nn.Module, path: str | Path) -> None:
     if module not in prepared:
         why = "load_weights needs a prepared model: call it after prepare()."
         if any(module is part for one in prepared for part in prepared.unwrap(one).modules()):

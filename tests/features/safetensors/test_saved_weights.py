@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import unitrain
 from unitrain import CheckpointError, UsageError
+from unitrain.features.safetensors import load_weights, save_weights
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -39,15 +40,15 @@ def save_and_load(backend: str, folder: str) -> tuple[dict[str, Tensor], dict[st
             model.config.save_pretrained(folder)  # type: ignore[operator, union-attr]
         prepared = strategy.prepare(model)
         expected = strategy.export(prepared).state_dict()
-        strategy.save_weights(prepared, folder, max_file_size=LARGE)
+        save_weights(strategy, prepared, folder, max_file_size=LARGE)
         files = [sorted(os.listdir(folder))]
         strategy.barrier()
-        strategy.save_weights(prepared, folder, max_file_size=SMALL)
+        save_weights(strategy, prepared, folder, max_file_size=SMALL)
         files.append(sorted(os.listdir(folder)))
         with torch.no_grad():
             for parameter in prepared.parameters():
                 parameter.zero_()
-        strategy.load_weights(prepared, folder)
+        load_weights(strategy, prepared, folder)
         return expected, strategy.export(prepared).state_dict(), files
 
 
@@ -78,8 +79,8 @@ def test_transformers_reads_what_the_ranks_have_written(backend: str, world: int
 def test_weights_are_saved_at_a_url() -> None:
     with unitrain.init(backend="single", device="cpu") as strategy:
         model, other = strategy.prepare(nn.Linear(8, 8), nn.Linear(8, 8))
-        strategy.save_weights(model, "memory://weights", max_file_size=100)
-        strategy.load_weights(other, "memory://weights")
+        save_weights(strategy, model, "memory://weights", max_file_size=100)
+        load_weights(strategy, other, "memory://weights")
     assert torch.equal(model.weight, other.weight)
 
 
@@ -89,13 +90,13 @@ def save_apart(folder: str) -> list[str]:
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         os.chdir(Path(folder, str(strategy.rank)))
         model = strategy.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-        strategy.save_weights(model, "out", max_file_size=100)
+        save_weights(strategy, model, "out", max_file_size=100)
         said.append(" ".join(sorted(os.listdir("out"))) if Path("out").exists() else "")
         Path(folder, "file").touch()
         other = strategy.prepare(nn.Linear(2, 2, dtype=torch.complex64))
         for one, where, most in ((model, "file/out", 100), (model, "out", 0), (other, "out", 100)):
             with pytest.raises((CheckpointError, UsageError)) as raised:
-                strategy.save_weights(one, Path(folder, where), max_file_size=most)
+                save_weights(strategy, one, Path(folder, where), max_file_size=most)
             said.append(str(raised.value))
     return said
 

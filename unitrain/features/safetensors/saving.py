@@ -1,4 +1,4 @@
-"""``strategy.save_weights``: writes a model as files of safetensors with an index, in which Hugging Face reads models.
+"""``save_weights``: writes a model as files of safetensors with an index, in which Hugging Face reads models.
 
 Each file is written by one rank, a tensor at a time, so that no rank has more than a tensor of a sharded model.
 """
@@ -8,27 +8,63 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
+import unitrain
 from unitrain.checkpoint.sharded.saving import shared_store
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
-from unitrain.checkpoint.weights import DTYPES, INDEX
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.state_transfer import Form
 from unitrain.errors import CheckpointError, UsageError
+from unitrain.features.safetensors.loading import DTYPES, INDEX
+from unitrain.training.models.batch_norm import average_statistics
+from unitrain.training.models.prepared import Average
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WHOLE = "model.safetensors"
 _PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
-def save_weights(communicator: Communicator, module: nn.Module, folder: str | Path, max_file_size: int) -> None:
-    """See ``Strategy.save_weights``, for an unwrapped module."""
+def save_weights(
+    strategy: unitrain.Strategy, module: nn.Module, folder: str | Path, *, max_file_size: int = 5 * 10**9
+) -> None:
+    """Save a model's weights as safetensors, in several files with an index if they are large. Collective.
+
+    With a ``config.json``, transformers' ``from_pretrained`` reads the folder, and so does ``load_weights``. The ranks
+    write the files together, and none has more than one whole tensor of a sharded model. Running statistics of
+    BatchNorm layers that are not synchronised are averaged over the ranks first. Of an average, such as an EMA, the
+    averaged weights are saved.
+
+    An earlier model in the folder is replaced. If that is interrupted, the folder has no model that can be read.
+
+    Args:
+        strategy: the strategy of the run.
+        module: the model, as ``prepare`` returned it, or an average of it.
+        folder: a path, or a URL that fsspec knows.
+        max_file_size: number of bytes of tensors in a file. A larger tensor has a file of its own.
+
+    Raises:
+        CheckpointError: a file could not be written; on every rank.
+        UsageError: the model has something that safetensors can't hold.
+
+    Example:
+        >>> save_weights(strategy, model, "models/llama-tuned")
+    """
+    sockets = strategy._sockets
+    swapped = module.swapped() if isinstance(module, Average) else nullcontext(module)
+    with sockets.replicas.shared_weights("save_weights()"), swapped as model:
+        average_statistics([model], sockets.communicator, strategy.shares)
+        _save(sockets.communicator, sockets.prepared.unwrap(model), folder, max_file_size)
+
+
+def _save(communicator: Communicator, module: nn.Module, folder: str | Path, max_file_size: int) -> None:
     if max_file_size < 1:
         raise UsageError(f"save_weights: max_file_size is {max_file_size}, but must be at least 1 byte.")
     state = _tensors(module)
@@ -84,14 +120,12 @@ def _write(
     tensors = _in_turns(communicator, state, [names for _, names in files])
     why = ""
     if rank < len(files):
-        name, names = files[rank]
+        file, names = files[rank]
         try:
-            with store.draft(name) as draft:
+            with store.draft(file) as draft:
                 with open(draft, "wb") as output:
-                    output.write(header({one: state[one] for one in names}))
-                    for tensor in tensors:
-                        output.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-                store.put(name, draft)
+                    write_tensors(output, {name: state[name] for name in names}, tensors)
+                store.put(file, draft)
         except (OSError, CheckpointError) as error:
             why = store.reason(error)
     for _ in tensors:  # which other ranks gather, too
@@ -111,8 +145,27 @@ def _in_turns(communicator: Communicator, state: Mapping[str, Tensor], groups: l
             yield mine
 
 
-def header(state: Mapping[str, Any]) -> bytes:
-    """Return the beginning of a file of safetensors with these tensors, or their forms, in this order."""
+def write_tensors(file: BinaryIO, forms: Mapping[str, Tensor | Form], tensors: Iterable[Tensor]) -> None:
+    """Write a file of safetensors.
+
+    Args:
+        file: the file.
+        forms: the form of each tensor, by name.
+        tensors: the tensors in this order, each of which is needed only until the next.
+
+    Raises:
+        UsageError: safetensors can't hold one of them.
+    """
+    for name, form in forms.items():
+        if form.dtype not in NAMES:
+            raise UsageError(f"{name} is {form.dtype}, which safetensors can't hold: write a .pt file instead.")
+    file.write(_header(forms))
+    for tensor in tensors:
+        file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _header(state: Mapping[str, Tensor | Form]) -> bytes:
+    """Return the beginning of a file with tensors of these forms, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, one in state.items():

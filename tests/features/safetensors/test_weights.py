@@ -14,7 +14,8 @@ from torch.optim import SGD
 
 import unitrain
 from unitrain import CheckpointError, UnitrainError
-from unitrain.checkpoint.weights import WeightFiles
+from unitrain.features.safetensors import load_weights
+from unitrain.features.safetensors.loading import WeightFiles
 
 safetensors = pytest.importorskip("safetensors.torch")
 WORDS, WIDTH = 13, 6
@@ -60,7 +61,7 @@ def load(backend: str, device: str, folder: str) -> dict[str, Tensor]:
         with torch.device(device):
             model = Model()
         model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
-        strategy.load_weights(model, folder)
+        load_weights(strategy, model, folder)
         state = strategy.export(model).state_dict()
         words = torch.arange(12)
         for _ in range(2):
@@ -87,15 +88,15 @@ def load_wrong(folders: list[str]) -> list[str]:
         before = strategy.export(model).state_dict()
         for folder in folders:
             try:
-                strategy.load_weights(model, folder)
+                load_weights(strategy, model, folder)
             except UnitrainError as error:
                 said.append(str(error))
         try:
-            strategy.load_weights(Model(), folders[0])
+            load_weights(strategy, Model(), folders[0])
         except UnitrainError as error:
             said.append(str(error))
         try:
-            strategy.load_weights(strategy.unwrap(model).get_submodule("norm"), folders[0])
+            load_weights(strategy, strategy.unwrap(model).get_submodule("norm"), folders[0])
         except UnitrainError as error:
             said.append(str(error))
         assert all(map(torch.equal, strategy.export(model).state_dict().values(), before.values()))
@@ -162,7 +163,7 @@ def test_models_of_transformers_are_built_without_weights_and_loaded(tmp_path: P
         with init_empty_weights():  # its tables of positions are buffers that no file has
             model = transformers.LlamaForCausalLM(config)
         model = strategy.prepare(model)
-        strategy.load_weights(model, tmp_path)
+        load_weights(strategy, model, tmp_path)
         for (name, value), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
             assert torch.equal(value, other), name
         words = torch.arange(10)[None]
