@@ -128,7 +128,12 @@ for name, value in settings.items():
     del os.environ[variable]
 print(json.dumps(found))
 """
-without_its_folder = [pytest.mark.all("the proof that folders can be deleted"), pytest.mark.xdist_group("features")]
+TIMEOUT_S = 900  # mypy's first run, on a busy machine
+without_its_folder = [
+    pytest.mark.all("the proof that folders can be deleted"),
+    pytest.mark.xdist_group("features"),
+    pytest.mark.timeout(TIMEOUT_S),
+]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +163,9 @@ def tree(installed: Path, feature: str, tmp_path: Path) -> Iterator[Path]:
 def run(tree: Path, *command: str) -> str:
     """Run a Python program with the package of a tree, and return what it prints."""
     environ = {**os.environ, "PYTHONPATH": str(tree)}
-    ran = subprocess.run([sys.executable, *command], cwd=tree, env=environ, capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(
+        [sys.executable, *command], cwd=tree, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
