@@ -57,7 +57,7 @@ class Strategy:
         config: the resolved settings.
         launch: how this process was started: launcher, local rank, local world size.
         rank: rank of this process.
-        world_size: number of processes (1 under DataParallel, whose GPUs are ``devices``).
+        world_size: number of processes (1 under DataParallel; its GPUs are ``devices``).
         device: the device of this process.
         devices: all devices of this process.
         is_main: whether this is rank 0.
@@ -227,7 +227,7 @@ class Strategy:
 
         Args:
             loss: as in ``step``.
-            optimizer: the optimizer whose parameters get gradients. Required if there are several optimizers (in a
+            optimizer: the optimizer of the parameters that get gradients. Required if there are several optimizers (in a
                 GAN). Default: all prepared optimizers.
             sync: whether this backward ends the accumulation window and synchronises the gradients. Default: decided
                 by the loader, or by counting ``update`` calls.

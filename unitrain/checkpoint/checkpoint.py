@@ -38,7 +38,7 @@ class Checkpoint:
         stopping: stops the run when it is saved.
         folder: path or URL of the folder of the checkpoints.
         keep: number of the newest checkpoints that are kept.
-        background: whether to write them while training goes on.
+        background: whether to write them while training continues.
         incomplete: whether they lack something on purpose.
 
     Attributes:

@@ -260,7 +260,7 @@ class Contents:
                 part.load(view.state(part.key))
 
     def load_trained(self, view: CheckpointView) -> None:
-        """Load modules and the states of optimizers, whose options stay as they are. Collective."""
+        """Load modules and the states of optimizers, but not their options. Collective."""
         for name, part in sorted(self.of_objects.items()):
             if isinstance(part, OptimizerPart):
                 part.load_with_options(view.state(name))

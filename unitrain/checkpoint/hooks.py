@@ -35,7 +35,7 @@ class CheckpointHook:
         return []
 
     def resumed(self, step: int, folder: str) -> None:
-        """The run goes on after a step, from a candidate in a folder, or from a checkpoint if that is ""."""
+        """The run continues after a step, from a candidate in a folder, or from a checkpoint if that is ""."""
 
     def saved(self, step: int) -> None:
         """A checkpoint of a step is being written."""

@@ -13,7 +13,7 @@ from unitrain.config import StrategyConfig, flattened
 
 
 class Origin:
-    """The settings of a run, for the manifests of its checkpoints, and to compare with those of another start.
+    """The settings of a run, for the manifests of its checkpoints, and to compare with another start.
 
     Args:
         settings: the strategy's settings.
@@ -42,7 +42,7 @@ class Origin:
         }
 
     def changed_settings(self, manifest: Manifest) -> list[str]:
-        """Return the settings that affect training and are not those of a checkpoint, with both values."""
+        """Return the settings that affect training and differ from a checkpoint, with both values."""
         if not manifest.strategy:
             return []  # of another tool, which has none of them
         now = flattened(self._settings.model_dump(mode="json"))

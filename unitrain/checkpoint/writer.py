@@ -30,7 +30,7 @@ threading._register_atexit(lambda: wait(_writing))  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_writing.clear)
 
 
-_STAYS = ("cpu", "meta")  # the devices whose tensors are written as they are
+_STAYS = ("cpu", "meta")  # devices with tensors that are written as they are
 
 
 class Together(NamedTuple):

@@ -103,7 +103,7 @@ def receive(
         into: nested state of this rank. Its tensors are overwritten and returned, where they have the expected form.
         new: makes the other tensors; on the meta device if this rank does not need it.
         sent: called on rank ``src`` when a buffer has been filled.
-        fill: overwrites the tensors whose forms have a key, which ``source`` does not have.
+        fill: overwrites the tensors of forms with a key, which ``source`` does not have.
     """
     present = dict(leaves(into))
 

@@ -77,7 +77,7 @@ else:
         __module__=__name__,  # so that it can be pickled
         # The descriptions are set already. Without this, pydantic searches source code for docstrings: 40 ms.
         __cls_kwargs__={"use_attribute_docstrings": False},
-        __doc__="Settings of a training run: common ones, those of features, and a section for each installed backend.",
+        __doc__="Settings of a training run: common ones, features, and a section for each installed backend.",
         **_FIELDS,
     )
 

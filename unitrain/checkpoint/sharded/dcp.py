@@ -62,7 +62,7 @@ class Entry(NamedTuple):
     pieces: list[Piece]
 
     def new(self, device: str = "cpu") -> Tensor:
-        """Return a tensor of this shape and dtype, whose elements are not set."""
+        """Return an uninitialised tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=getattr(torch, str(self.dtype)), device=device)
 
 

@@ -88,7 +88,7 @@ class Folder:
         return [self.store.shown(name) for name in names if NAME not in self._names(name)]
 
     def find(self, step: int) -> Located:
-        """Return the checkpoint of a step, whose files are not verified yet. Raises DamagedError as ``locate`` does."""
+        """Return the checkpoint of a step, without verifying its files. Raises DamagedError as ``locate`` does."""
         return locate(self.store, self._at(step))
 
     def _at(self, step: int) -> str:

@@ -1,4 +1,4 @@
-"""``Located``: a checkpoint in a store, with its manifest, whose files any rank can verify and read by itself.
+"""``Located``: a checkpoint in a store, with its manifest. Any rank can verify and read its files by itself.
 
 The manifest says what the checkpoint contains. It has the size and SHA-256 of every file, and a digest of itself.
 """

@@ -84,7 +84,7 @@ class MappedFiles:
         return mapped
 
     def _keep(self, path: Path, content: Any, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Keep a file mapped whose one mapping has these storages."""
+        """Keep a file mapped that has these storages."""
         self._contents.append(content)
         spans = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages if one.nbytes()]
         start = -(-min((first for first, _ in spans), default=0) // _PAGE) * _PAGE

@@ -1,4 +1,4 @@
-"""Blocks whose activations are computed again in the backward, to save memory."""
+"""Computes the activations of blocks again in the backward, to save memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SETTING = "activation_checkpointing"
 
 
 class Settings(Section):
-    """The setting that this feature adds to those of a run."""
+    """The setting that this feature adds to a run."""
 
     activation_checkpointing: Annotated[
         bool | tuple[str, ...], Field(json_schema_extra={"allowed": "true, false or names of classes"})

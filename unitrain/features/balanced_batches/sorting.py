@@ -1,4 +1,4 @@
-"""Sorted windows: an order whose global batches have samples of similar lengths, so that little of them is padding.
+"""Sorted windows: an order with samples of similar lengths in each global batch, so that little of them is padding.
 
 The order of an epoch is cut into windows of several global batches. The samples of a window are sorted by length and
 cut into batches again, which come in random order, as in torchtext's ``BucketIterator``. (transformers' mega-batches

@@ -20,7 +20,7 @@ EXCLUDES = (
 
 
 class Settings(Section):
-    """The setting that this feature adds to those of a run."""
+    """The setting that this feature adds to a run."""
 
     exact_randomness: bool = False
     """Draw a sample's random numbers in a forward (dropout) by its place in the epoch, equal on any number of ranks."""

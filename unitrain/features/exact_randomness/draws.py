@@ -26,7 +26,7 @@ class SampleDraw:
         self._shape = shape
 
     def _bits(self, width: torch.dtype) -> Tensor:
-        """Return integers of the given width, whose bits are random."""
+        """Return integers of the given width with random bits."""
         parts = 8 // width.itemsize
         state, inner = self._seeds.clone(), self._shape[1:] or (1,)
         for i, size in enumerate(inner):

@@ -84,7 +84,7 @@ class ExactRandomness(Feature, ModulePass):
         hook_handles(module).extend([enter, module.register_forward_hook(self._leave, always_call=True)])
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        # Where there is an entry already, this is a part of the module whose forward runs.
+        # Where there is an entry already, the forward of a module runs that this one is a part of.
         if not module.training or any(self._entered):
             self._entered.append(None)
             return

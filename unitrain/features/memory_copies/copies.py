@@ -46,7 +46,7 @@ class MemoryCopies(StepHook, CheckpointHook):
     """Copies the state at boundaries, and finds what an earlier start of the run has copied. Collective.
 
     Args:
-        checkpoint: whose states are copied.
+        checkpoint: has the states to copy.
         sockets: of the run.
         key: the job's, with which hosts prove to each other that they belong to it; None in a world of one.
 

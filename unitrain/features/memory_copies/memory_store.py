@@ -250,7 +250,7 @@ class MemoryStore:
         return int(files[METADATA]["size"]) if METADATA in files else 0
 
     def _send(self, name: str, size: int, src: int, to: set[int]) -> str:
-        """Send a file from one rank's host to those of others. Return why that failed here, if it did. Collective."""
+        """Send a file from one rank's host to others. Return why that failed here, if it did. Collective."""
         ranks, keeps, whys = self._ranks, self._ranks.rank in to, [""]
 
         @contextmanager

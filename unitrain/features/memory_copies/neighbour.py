@@ -23,7 +23,7 @@ _BLOCK = 2**22
 
 
 class Neighbour:
-    """Sends files to the next host, on the first rank of each, and keeps those of the host before. Collective.
+    """Sends files to the next host, on the first rank of each, and keeps the files of the previous host. Collective.
 
     Each end shows the other that it has the job's ``key``, as to the hub. What is sent has digests, and is not secret.
     """

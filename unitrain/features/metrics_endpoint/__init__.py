@@ -32,7 +32,7 @@ class MetricsSettings(Section):
 
 
 class Settings(Section):
-    """The settings that this feature adds to those of a run."""
+    """The settings that this feature adds to a run."""
 
     metrics: MetricsSettings = MetricsSettings()
 

@@ -57,7 +57,7 @@ class Recording(StepHook):
         self._profiler = self._recording.enter_context(profile(schedule=phases, acc_events=True, profile_memory=memory))
 
     def at_boundary(self) -> None:
-        """Begin, go on or end, if a step was made. Collective where recording begins and ends."""
+        """Begin, continue or end, if a step was made. Collective where recording begins and ends."""
         step, made = self._communicator.collectives.pulse.step, self._profiler.step_num + 1
         if step == self._seen:
             return
@@ -136,7 +136,7 @@ class Recording(StepHook):
             try:
                 write_trace(file, parts)
                 print_stderr(f"unitrain: profiled {what}, with clocks aligned to {error:.0f} µs: {file}")
-            except OSError as failure:  # training goes on
+            except OSError as failure:  # training continues
                 print_stderr(f"unitrain: the profile of {what} could not be written to {file}: {failure}")
         for _ in parts:  # on other ranks; and if rank 0 could not write all
             pass

@@ -1,4 +1,4 @@
-"""Optimizers whose state and update are divided over the ranks (ZeRO-1)."""
+"""Divides the state and the update of optimizers over the ranks (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERIFIED: tuple[dict[str, Any], ...] = (
 
 
 class Settings(Section):
-    """The setting that this feature adds to those of a run."""
+    """The setting that this feature adds to a run."""
 
     shard_optimizer: bool = False
     """Divide the optimizer's state and its update over the ranks (ZeRO-1): less memory; fsdp does so in any case."""

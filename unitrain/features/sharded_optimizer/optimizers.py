@@ -3,7 +3,7 @@
 Each rank owns whole parameters (ZeRO-1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", SC 2020, first stage), so any optimizer that updates each parameter by itself works. Gradients are
 averaged as otherwise, so all ranks check and clip them identically. Scripts and schedulers see all of the model's
-parameters in the groups. Only while the optimizer steps, they have those of this rank. Then the owners send them.
+parameters in the groups. Only while the optimizer steps, they have the ones of this rank. Then the owners send them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds steps whose gradients have an unusually large norm (``on_spike``), on all ranks alike.
+"""Finds steps with gradients of an unusually large norm (``on_spike``), the same on all ranks.
 
 The rule is that of OLMo-core's skip-step optimizers: more than 6 standard deviations above the mean of the last 128
 steps. A norm of less than twice the mean is never a spike, since norms may hardly vary for a while.

@@ -22,7 +22,7 @@ VERIFIED: tuple[dict[str, Any], ...] = (
 
 
 class Settings(Section):
-    """The setting that this feature adds to those of a run."""
+    """The setting that this feature adds to a run."""
 
     fixed_in_run: ClassVar[tuple[str, ...]] = ("sync_batchnorm",)
 

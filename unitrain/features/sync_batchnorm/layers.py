@@ -1,4 +1,4 @@
-"""BatchNorm layers whose statistics are computed over the global batch, with any backend, on CPU and GPU."""
+"""BatchNorm layers with statistics of the global batch, with any backend, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SyncBatchNorm(GlobalBatchNorm):
-    """A BatchNorm layer whose training statistics are computed over the rows of all ranks.
+    """A BatchNorm layer that computes its training statistics over the rows of all ranks.
 
     Made by ``synchronise`` from an existing layer: it keeps the layer's parameters, buffers, hooks and state dict keys.
     """

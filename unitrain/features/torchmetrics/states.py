@@ -39,7 +39,7 @@ class MetricStates(StatePart):
     def __init__(self, communicator: Communicator, modules: Mapping[str, nn.Module]) -> None:
         self._ranks = communicator
         self._modules = modules
-        self._loaded: list[str] = []  # the names of the metrics whose states can be loaded
+        self._loaded: list[str] = []  # names of metrics with states that can be loaded
 
     @classmethod
     def of(cls, communicator: Communicator, objects: Mapping[str, Any]) -> MetricStates | None:

@@ -28,7 +28,7 @@ _CLOSE_S = 20.0  # the other ranks wait meanwhile
 class Tracker(Protocol):
     """Records the metrics of one run somewhere. All methods are called in one thread, one after another.
 
-    A method may take long, and may raise any exception: training does not wait for it, and goes on.
+    A method may take long, and may raise any exception: training does not wait for it, and continues.
     """
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
@@ -165,7 +165,7 @@ class _Worker:
         while (call := self.calls.get()) is not None:
             try:
                 call(self._tracker)
-            except Exception as error:  # whatever a library raises, training goes on
+            except Exception as error:  # whatever a library raises, training continues
                 self.report(f"failed: {type(error).__name__}: {error}")
 
     def report(self, what: str) -> None:
