@@ -27,9 +27,9 @@ from unitrain.pulse import Pulse
 Handler = Callable[[int, Any], object]
 """A handler of a signal."""
 SIGNAL = "signal"
-"""Request: save, and end the run because of a signal, whose number comes with it."""
+"""Request: save, and end the run because of the signal with this number."""
 HOSTS_CHANGED = "hosts_changed"
-"""Request: save, and go on with other hosts."""
+"""Request: save, and continue with other hosts."""
 RAISE_ERROR = "raise_error"
 """Request: raise the error of a checkpoint that could not be written in the background."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -89,7 +89,7 @@ class Stopping:
         self._ends = frozenset(self._actions)  # the kinds that end the run
 
     def add_action(self, kind: str, action: Callable[[int], None]) -> None:
-        """Add something that all ranks do at a boundary whenever it is requested. Training then goes on.
+        """Add something that all ranks do at a boundary whenever it is requested, before they continue to train.
 
         Args:
             kind: names the requests for it.
