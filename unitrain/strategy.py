@@ -227,7 +227,7 @@ class Strategy:
 
         Args:
             loss: as in ``step``.
-            optimizer: the optimizer of the parameters that get gradients. Required if there are several optimizers (in a
+            optimizer: the one of the parameters that get gradients. Required if there are several optimizers (in a
                 GAN). Default: all prepared optimizers.
             sync: whether this backward ends the accumulation window and synchronises the gradients. Default: decided
                 by the loader, or by counting ``update`` calls.

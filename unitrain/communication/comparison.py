@@ -26,7 +26,7 @@ def are_identical(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
 
 
 def difference_between_ranks(communicator: Communicator, facts: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return a name with values that differ between ranks, and the values with their ranks; None if all agree. Collective.
+    """Return a name with values that differ between ranks, and these with their ranks; None if all agree. Collective.
 
     Digests are compared first. The name is the first in which the first rank that has others differs from rank 0.
 
