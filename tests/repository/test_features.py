@@ -26,10 +26,6 @@ of_each_feature = pytest.mark.parametrize("feature", FEATURES)
 
 # Where the core may have the name of a feature, and why. The list may only get shorter.
 EXCEPTIONS = {
-    "activation_checkpointing": {
-        "unitrain/training/gradients/gradients.py": "torch's reentrant kind, in a script",
-        "unitrain/training/loop/backward.py": "torch's reentrant kind, in a script",
-    },
     "notebook": {
         "unitrain/job/starting/spawn.py": "a place to write scripts in, which spawn can't import from",
         "unitrain/process.py": "as above: its stream has no file descriptor",
