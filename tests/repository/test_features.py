@@ -29,6 +29,9 @@ EXCEPTIONS = {
         "unitrain/training/gradients/gradients.py": "torch's reentrant kind, in a script",
         "unitrain/training/loop/backward.py": "torch's reentrant kind, in a script",
     },
+    "horovod_elastic": {
+        "unitrain/launch/detect.py": "horovodrun's variable, which tells of its launcher",
+    },
     "notebook": {
         "unitrain/job/starting/spawn.py": "a place to write scripts in, which spawn can't import from",
         "unitrain/process.py": "as above: its stream has no file descriptor",
