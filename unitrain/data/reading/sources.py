@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.utils.data import default_collate
 
 from unitrain.communication.communicator import Communicator
