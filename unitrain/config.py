@@ -59,6 +59,7 @@ class Section(BaseModel):
             and not (bool in members and value.lower() in ("true", "false"))
             and any(get_origin(member) in (list, tuple) for member in members)
         ):
+            # A list in a flag or variable: "1,2", or with the brackets of YAML.
             items = value.removeprefix("[").removesuffix("]")
             return [item.strip() for item in items.split(",")] if value != "[]" else []
         if isinstance(value, bool) and bool not in members and {int, float} & set(members):
@@ -127,19 +128,22 @@ class StrategyConfig(Section):
     """Seconds without a heartbeat after which a rank counts as stalled and the job ends; at most timeout_s."""
     pin_memory: bool | None = None
     """Load batches into pinned memory, for faster copies to a GPU; null: on a GPU, for what workers read."""
-    """Copies of the state in host memory, from which a killed job resumes."""
 
     def section(self, backend: str, kind: type[SectionType]) -> SectionType:
         """Return the settings of a backend, of class ``kind``, or the defaults if there is no section for it."""
-        found = getattr(self, backend, None)
-        return found if isinstance(found, kind) else kind()
+        section = getattr(self, backend, None)
+        return section if isinstance(section, kind) else kind()
 
     def sections_of_others(self, backend: str) -> dict[str, Section]:
-        """Return the sections of other backends than this one, by name."""
+        """Return the sections of other backends than this one, by name, whether or not they differ from the defaults.
+
+        Args:
+            backend: name of the backend that the run uses.
+        """
         # unitrain.StrategyConfig inherits what the core and features declare, and adds the sections of backends.
         inherited = {name for base in type(self).__bases__ if issubclass(base, Section) for name in base.model_fields}
-        others = type(self).model_fields.keys() - inherited - {backend}
-        return {name: getattr(self, name) for name in type(self).model_fields if name in others}
+        names = type(self).model_fields.keys() - inherited - {backend}
+        return {name: getattr(self, name) for name in type(self).model_fields if name in names}  # in declared order
 
     @field_validator("device")
     @classmethod
@@ -158,6 +162,7 @@ class StrategyConfig(Section):
         """Refuse settings that are mutually exclusive."""
         if self.precision == "fp64" and self.compression != "none":
             raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
+        # powersgd adds what it has not sent to the gradients of the next step: one bad gradient would stay for ever.
         if self.compression == "powersgd":
             if self.deterministic:
                 raise conflict("deterministic", "compression", "powersgd needs DDP's buckets, whose order may vary")
@@ -176,16 +181,19 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def conflict(one: str, other: str, reason: str) -> PydanticCustomError:
+def conflict(setting: str, excluded: str, reason: str) -> PydanticCustomError:
     """Return the error that a section's validator raises if two of its settings are mutually exclusive.
 
     The error message names both as they were written (flag, variable, line of a file), with their values.
 
     Args:
-        one: name of a setting within the section.
-        other: name of the setting that it excludes.
+        setting: name of a setting within the section.
+        excluded: name of the setting that it excludes.
         reason: why, as a clause without a full stop.
     """
+    # settings/ reads the two names from this context, and replaces them by what the user wrote.
     return PydanticCustomError(
-        "conflict", "{one} and {other} are mutually exclusive: {reason}", {"one": one, "other": other, "reason": reason}
+        "conflict",
+        "{one} and {other} are mutually exclusive: {reason}",
+        {"one": setting, "other": excluded, "reason": reason},
     )

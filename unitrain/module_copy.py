@@ -1,6 +1,6 @@
-"""Copies of parameters, with what is set on them, and deep copies of modules that keep what they have computed.
+"""Copies parameters with their attributes and hooks, and modules that hold tensors with a graph.
 
-Layers keep ``weight_norm``'s weight, say, or an attention map.
+``copy.deepcopy`` refuses the latter: ``weight_norm``'s weight, say, or an attention map that a layer has kept.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ def computed_values(module: nn.Module) -> dict[int, Tensor]:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module; what its layers have computed is copied without its graph."""
+    """Return a deep copy of a module. Tensors that its layers have computed are copied without their graph."""
     return copy.deepcopy(module, {key: value.clone() for key, value in computed_values(module).items()})
 
 
 def without_memory(module: nn.Module, tensors: Iterable[Tensor]) -> nn.Module:
-    """Return a deep copy of a module in which some parameters and buffers are on the meta device."""
+    """Return a deep copy of a module in which some parameters and buffers are on the meta device.
+
+    Args:
+        module: the module, which is not changed.
+        tensors: the parameters and buffers that take no memory in the copy. Tensors with a graph take none either.
+    """
     memo: dict[int, Any] = {key: value.to("meta") for key, value in computed_values(module).items()}
     for tensor in tensors:
         empty = tensor.detach().to("meta")
@@ -35,7 +40,12 @@ def without_memory(module: nn.Module, tensors: Iterable[Tensor]) -> nn.Module:
 
 
 def add_hooks(leaf: Tensor, *, of: Tensor) -> None:
-    """Call the hooks of a parameter with the gradient of the leaf that takes its place in graphs."""
+    """Call the hooks of a parameter with the gradient of the leaf that takes its place in graphs.
+
+    Args:
+        leaf: gets the hooks.
+        of: the parameter that a script has registered them on.
+    """
     for hook in (of._backward_hooks or {}).values():
         leaf.register_hook(hook)  # type: ignore[no-untyped-call]
     for hook in (of._post_accumulate_grad_hooks or {}).values():
@@ -44,6 +54,7 @@ def add_hooks(leaf: Tensor, *, of: Tensor) -> None:
 
 def _is_alike(device: torch.device, other: torch.device) -> bool:
     """Return whether a tensor can stay the same object when it moves, as ``Module.to`` moves parameters."""
+    # torch has no public query for this: it refuses to exchange the storage of two types of tensors.
     try:
         torch.empty(0, device=device).data = torch.empty(0, device=other)
     except RuntimeError:
@@ -59,7 +70,7 @@ def move_foreign(tensors: Iterable[Tensor], device: torch.device) -> None:
     for tensor in tensors:
         if tensor.is_meta or _is_alike(tensor.device, device):
             continue
-        moved = tensor.detach().to(device)
+        moved = tensor.detach().to(device)  # then swapped with the tensor, so that optimizers keep their object
         if isinstance(tensor, Parameter):
             moved = Parameter(moved, tensor.requires_grad)
         vars(moved).update(vars(tensor))

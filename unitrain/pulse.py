@@ -1,4 +1,4 @@
-"""What this process is doing, recorded for the other ranks."""
+"""``Pulse``: records for the other ranks in which call this process is."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 USER_CODE = "user code"
 CLOSING = "close"
 ITERATION = 2**48
-"""What an iteration over a loader counts for in a position: more than all samples of a run."""
+"""Length of an iteration over a loader in a position: more than all samples of a run."""
 _UNMARKED = nullcontext()
 Mark = Callable[[str], AbstractContextManager[Any]]
 """Returns a context manager that marks a phase in a trace, given its name."""
 
 
 class Pulse:
-    """What the main thread of this process is doing. It writes this, at the cost of an assignment; the watch reads it.
+    """Records which call the main thread is in. Only that thread writes, at the cost of an assignment; the watch reads.
 
     Attributes:
         phase: the call in which it waits for the other ranks, or ``USER_CODE``.
@@ -44,8 +44,12 @@ class Pulse:
         """Record that the block waits for the other ranks. Of nested blocks, the outermost sets the phase.
 
         A wait that fails stays recorded, so that the other ranks can report where this one failed.
+
+        Args:
+            phase: name of the call, as it is shown to users: "backward", "the next batch".
         """
         self.calls += 1
+        # After a failure, the phase is still that of the failed wait, and the next block takes its place.
         outermost = self._failed or self.phase is USER_CODE
         if outermost:
             self.phase, self._failed = phase, False

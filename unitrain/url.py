@@ -7,6 +7,7 @@ from pathlib import Path
 
 from unitrain.errors import UsageError
 
+# A scheme of two letters at least, since a single one is a drive of Windows; fsspec chains URLs by "::".
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(::.*)?:/(/?)")
 _OF_THIS_MACHINE = ("file", "local")
 
@@ -17,7 +18,13 @@ def is_url(path: str | Path) -> bool:
 
 
 def parsed(path: str | Path) -> Path | str:
-    """Return a path of this machine's file systems as a ``Path``, and a URL as a str."""
+    """Return a path of this machine's file systems as a ``Path``, and a URL as a str.
+
+    A URL with scheme ``file`` or ``local`` is a path. Nothing is opened: that a URL's store exists is not checked.
+
+    Raises:
+        UsageError: the URL is a chain of several (``simplecache::s3://...``), or has lost a slash in a ``Path``.
+    """
     match = _URL.match(str(path))
     if match is None:
         return Path(path)

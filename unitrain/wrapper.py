@@ -1,4 +1,4 @@
-"""What a wrapper of a module, such as torch's DDP, says if a script uses it as the module itself."""
+"""``Wrapper``: raises a clear error where a script uses a wrapper, such as torch's DDP, as the module itself."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ class Wrapper(nn.Module):
 
     On backends without a wrapper, ``model.decode(x)`` and ``model.temperature = 0.5`` reach the script's own module.
     torch's wrappers don't know the one, and keep the other to themselves, where no forward reads it.
+
+    Raises:
+        AttributeError: the script reads an attribute that only the module has; the message names ``strategy.unwrap``.
+        UsageError: it sets one.
     """
 
     _complete: bool = False  # constructors of torch's wrappers set attributes of their own, such as device
@@ -26,6 +30,7 @@ class Wrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Not self.module, which would end here again while the constructor has not set it yet.
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
                 raise
@@ -35,6 +40,7 @@ class Wrapper(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # In the wrapper, once set, an attribute is the wrapper's. This look is cheap, unlike the one at the module.
         if name not in self.__dict__ and self._hides(name):
             raise UsageError(
                 f"{name!r} is an attribute of the {type(self.module).__name__}, which prepare() has wrapped, and its "

@@ -58,6 +58,7 @@ class Loader:
         dataset: Any,
         **options: Unpack[LoaderOptions],
     ) -> None:
+        # Refused here, before any rank reads data: a mistake is then the same on all of them.
         given = LoaderSettings.of(dataset, options)
         self.dataset: Any = given.dataset
         self.global_batch_size: int | None = None
@@ -68,7 +69,7 @@ class Loader:
         self._loop = loop
         self._config = config
         self._seed = config.seed
-        self._compared = False
+        self._compared = False  # whether the ranks have compared their data, which takes one exchange for a loader
         self.identity: object = object()
         self._iteration: Iteration | None = None
         self._resumed_unasked = False  # in a later epoch, which the script has not asked for
@@ -120,7 +121,7 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, or of the current one. Set it to start another."""
-        self._resumed_unasked = False
+        self._resumed_unasked = False  # who reads the number asks for it, as range(loader.epoch, total) does
         return self._epoch
 
     @epoch.setter
@@ -129,7 +130,7 @@ class Loader:
         self._begin_at(0, 0)
 
     def _begin_at(self, consumed: int, steps: int) -> None:
-        """Start the next iteration after this many samples and steps of the epoch."""
+        """Start the next iteration after this many samples (over all ranks) and steps of the epoch."""
         self._iteration = None
         self._start = (consumed, steps)
 
@@ -153,17 +154,29 @@ class Loader:
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the remaining epochs of ``total``, and set ``epoch`` for each.
 
-        The first continues from the loaded state, or follows an epoch whose iteration ended early.
+        The first continues from the loaded state, or follows an epoch that was left early.
+
+        Args:
+            total: number of epochs of the whole run, including those before it was resumed.
         """
         self._resumed_unasked = False
         for number in range(self._epoch + self._counts, total):
             if self._counts or number != self._epoch:
                 self.epoch = number
             yield number
-            self._loop.follows()
+            self._loop.follows()  # the evaluation, say, that a script runs after an epoch: the run may stop here
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches of an epoch, on its device, after those that were consumed before resuming."""
+        """Yield this rank's batches of an epoch, on its device, after those that were consumed before resuming.
+
+        The first iteration compares the data of the ranks, so it is collective, as is the end of one of a stream. In
+        between, a rank waits for others only for a sharded stream.
+
+        Raises:
+            DataError: the ranks have different data or orders, or a worker died or hangs.
+            UsageError: another iteration over this loader was started in the meantime.
+            Stopped: the run is stopped at this boundary.
+        """
         if self._resumed_unasked:
             self._resumed_unasked = False
             self._warn(
@@ -176,19 +189,20 @@ class Loader:
             self._drop(self._iteration)
         if self._loop.is_training():
             self._tell_uncounted()
-        one_order = self._source.readers(self._epoch) is None  # for all ranks
+        shares_order = self._source.readers(self._epoch) is None  # with all ranks
         if not self._compared:
             if isinstance(self._source, MapStyle) and not self._start[0]:
                 self._source.forget()
-            if self._communicator.world_size > 1 and one_order:
+            if self._communicator.world_size > 1 and shares_order:
                 self._check_same_data()
         self._compared = True
-        iteration = self._iteration = Iteration(self.identity, (self._seed, self._epoch) if one_order else None)
+        iteration = self._iteration = Iteration(self.identity, (self._seed, self._epoch) if shares_order else None)
         complete = False
         try:
             yield from self._batches(iteration)
             complete = True
         finally:
+            # Reached by break and by exceptions, too, and by the garbage collector for a generator that was dropped.
             if not complete and iteration is self._iteration and not self._loop.leave(iteration):
                 self._drop(iteration)
         self._loop.end(iteration, complete=True)
@@ -204,6 +218,10 @@ class Loader:
         self._begin_at(*self._start)
 
     def _tell_uncounted(self) -> None:
+        """Warn once of an iteration that was left without a step: a script may count it although the loader does not.
+
+        Not when it is left, since an evaluation or a look at a batch would be warned of as well.
+        """
         samples, self._uncounted = self._uncounted, 0
         if samples:
             self._warn(
@@ -213,10 +231,11 @@ class Loader:
             )
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
+        """Yield the batches that this rank is to get, and notify the loop of each micro-batch of all ranks."""
         batches = feed(self._source.batches(self._seed, self._epoch, *self._start), self._communicator.device)
         for micro_batch, batch in self._loop.begin(iteration, batches):
             if not self._loop.hand_out(micro_batch, iteration):
-                continue
+                continue  # a stand-in that nothing needs
             yield batch
             if iteration is not self._iteration:
                 raise UsageError("another iteration over this loader was started: it supports one at a time.")
@@ -227,25 +246,22 @@ class Loader:
         Raises:
             DataError: they were not; on every rank.
         """
-        own = self._state()
+        state = self._state()
         facts = {
-            "the length": own["length"],
-            "the fingerprint": own["fingerprint"],
-            "the global batch size": own["global_batch_size"],
+            f"the {name.replace('_', ' ')}": state[name] for name in ("length", "fingerprint", "global_batch_size")
         }
         if self._given.division is not None:
             facts.update(self._given.division.facts)
-        found = difference_between_ranks(self._communicator, facts)
-        if found is not None:
+        difference = difference_between_ranks(self._communicator, facts)
+        if difference is not None:
             raise DataError(
-                f"the ranks passed different data to a loader: {found[0]} is {found[1]}. Pass the whole dataset on "
-                "every rank: the loader shards it. (For an iterable dataset that is sharded already, pass "
+                f"the ranks passed different data to a loader: {difference[0]} is {difference[1]}. Pass the whole "
+                "dataset on every rank: the loader shards it. (For an iterable dataset that is sharded already, pass "
                 "sharded=True.)"
             )
-        if not isinstance(self._source, MapStyle):
-            return
-        self._source.plan(self._seed, self._epoch)
-        self._check_same_order()
+        if isinstance(self._source, MapStyle):
+            self._source.plan(self._seed, self._epoch)  # draws from the sampler
+            self._check_same_order()
 
     def _check_same_order(self) -> None:
         """Check that a sampler has drawn the same indices for this epoch on all ranks. Collective.
@@ -262,12 +278,12 @@ class Loader:
 
     @property
     def position(self) -> dict[str, Any]:
-        """The part of ``state_dict`` that changes from step to step."""
+        """The part of ``state_dict`` that changes from step to step: cheap enough to record at every boundary."""
         iteration = self._iteration
         reached = None
         if iteration is not None:
             reached = iteration.trained_to if iteration.trained else iteration.yielded_to
-        consumed, steps = reached or self._start
+        consumed, steps = reached or self._start  # within the first window, nothing is consumed yet
         readers = self._source.readers(self._epoch)
         return {"epoch": self._epoch, "consumed": consumed, "steps": steps, "readers": readers}
 
@@ -318,11 +334,11 @@ class Loader:
         Raises:
             CheckpointError: this is not a loader's state, or it belongs to other data, or can't be continued from.
         """
-        own = self._state()
-        missing = own.keys() - state.keys()
+        current = self._state()
+        missing = current.keys() - state.keys()
         if missing:
             raise CheckpointError(f"this is not the state of a loader: it lacks {', '.join(sorted(missing))}.")
-        check_same_data(state, own)
+        check_same_data(state, current)
         again = self._check_position(state) if state["consumed"] else 0
         if state["seed"] != self._config.seed:
             self._warn(
@@ -344,9 +360,10 @@ class Loader:
             )
 
     def _check_position(self, state: Mapping[str, Any]) -> int:
-        """Raise CheckpointError if this loader can't continue from a position within an epoch.
+        """Return how many samples of an iterable dataset have to be read again, to continue within an epoch.
 
-        Return how many samples of an iterable dataset have to be read again.
+        Raises:
+            CheckpointError: this loader can't continue from this position; the message names what differs.
         """
         if isinstance(self._source, Iterable):
             return self._source.resume(state)
@@ -362,7 +379,7 @@ class Loader:
             self._source.forget()
         seed, epoch = state["seed"], state["epoch"]
         fits = self._source.plan(seed, epoch).can_start_at(state["consumed"])
-        of_epoch, order = state["order"] or (None, "")
+        of_epoch, order = state["order"] or (None, "")  # drawn by a sampler, if there was one
         if not fits or (of_epoch == epoch and order != self._source.drawn(seed, epoch)):
             raise CheckpointError(
                 f"epoch {epoch} can't continue after {state['consumed']} samples: the sampler yields other indices or "
@@ -373,5 +390,6 @@ class Loader:
         return 0
 
     def _warn(self, message: str) -> None:
+        """Warn on rank 0, at the line of the script that uses the loader."""
         if self._communicator.is_main:
             call_site.warn(message)

@@ -12,7 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 from unitrain.data.order.sharding import MicroBatch
 
 Batches = Iterator[tuple[MicroBatch, Any]]
-"""Micro-batches, and what a loader yields for them."""
+"""Micro-batches, each with the batch that a loader yields for it."""
 
 
 class OptimizerSteps:
@@ -24,6 +24,7 @@ class OptimizerSteps:
 
     def __init__(self) -> None:
         self.count: int = 0
+        # For all optimizers of the process, and for good: loaders are told neither which are used nor of their end.
         torch_optimizer.register_optimizer_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:

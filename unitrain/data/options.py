@@ -11,7 +11,7 @@ from unitrain.data.order.division import Batching
 
 
 class WorkerOptions(TypedDict, total=False):
-    """The options that are passed on to torch's ``DataLoader``."""
+    """The options that are passed on to torch's ``DataLoader``, with the meaning that they have there."""
 
     collate_fn: Callable[[list[Any]], Any] | None
     multiprocessing_context: Any

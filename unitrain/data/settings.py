@@ -28,7 +28,14 @@ _OURS = {
 
 @dataclass
 class LoaderSettings:
-    """The arguments of ``strategy.dataloader``."""
+    """The arguments of ``strategy.dataloader``, checked. ``LoaderOptions`` documents them.
+
+    A torch DataLoader as ``dataset`` is replaced by its dataset, and its arguments are taken over.
+
+    Raises:
+        ConfigError: arguments are unknown or contradict each other.
+        DataError: the dataset can't be sharded.
+    """
 
     dataset: Any
     global_batch_size: int | None = None
@@ -49,7 +56,15 @@ class LoaderSettings:
 
     @classmethod
     def of(cls, dataset: Any, options: LoaderOptions) -> LoaderSettings:
-        """Return the settings of a loader."""
+        """Return the settings of a loader.
+
+        Args:
+            dataset: the dataset, or a torch DataLoader.
+            options: keyword arguments of ``strategy.dataloader``, those for torch's DataLoader among them.
+
+        Raises:
+            ConfigError: an option is unknown; the message has the most similar one.
+        """
         known = LoaderOptions.__annotations__
         for name in options:
             if name in _OURS:
@@ -60,8 +75,8 @@ class LoaderSettings:
                     f"{', '.join(_PASSED_ON)}."
                 )
         passed_on = {name: value for name, value in options.items() if name in _PASSED_ON}
-        own: dict[str, Any] = {name: value for name, value in options.items() if name not in _PASSED_ON}
-        return cls(dataset, passed_on=passed_on, **own)
+        ours: dict[str, Any] = {name: value for name, value in options.items() if name not in _PASSED_ON}
+        return cls(dataset, passed_on=passed_on, **ours)
 
     def __post_init__(self) -> None:
         if isinstance(self.dataset, DataLoader):
@@ -83,8 +98,10 @@ class LoaderSettings:
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
 
     def _convert(self, loader: DataLoader[Any]) -> None:
-        """Take over the arguments of a torch DataLoader."""
+        """Take over the arguments of a torch DataLoader. Arguments that the script passes as well take precedence."""
         kind = type(loader)
+        # The loader reads with a DataLoader of its own, so an overridden __iter__ would silently do nothing. Those of
+        # torchdata's StatefulDataLoader only add the state, which the loader has itself.
         changed = [
             name for name in ("__iter__", "_get_iterator") if getattr(kind, name) is not getattr(DataLoader, name)
         ]
@@ -101,6 +118,7 @@ class LoaderSettings:
                 )
         given = {name: getattr(loader, name, None) for name in _PASSED_ON}
         if not self.passed_on.get("num_workers", loader.num_workers):
+            # torch refuses these without workers, and the script may have set num_workers=0 for this loader alone.
             given.update(multiprocessing_context=None, timeout=None, prefetch_factor=None, persistent_workers=None)
         self.passed_on = {**{name: value for name, value in given.items() if value is not None}, **self.passed_on}
         self.dataset, self.drop_last = loader.dataset, loader.drop_last
@@ -109,17 +127,16 @@ class LoaderSettings:
                 "a DataLoader without automatic batching (batch_size=None) can't be converted, since it does not "
                 "define the number of samples: let the dataset yield single samples, and pass a batch size."
             )
-        if isinstance(self.dataset, IterableDataset):
-            pass
-        elif loader.batch_size is None:
-            self.batch_sampler = loader.batch_sampler
-            return
-        else:
+        if not isinstance(self.dataset, IterableDataset):  # whose DataLoader has samplers without a meaning
+            if loader.batch_size is None:
+                self.batch_sampler = loader.batch_sampler
+                return
             self.shuffle, self.sampler = _order_of(loader.sampler)
         if self.global_batch_size is None and self.batch_size is None:
             self.batch_size = loader.batch_size
 
     def _check_dataset(self) -> None:
+        """Refuse, with a remedy, datasets that a loader can't read more than once or can't count."""
         name = type(self.dataset).__name__
         if self.is_iterable:
             if not hasattr(self.dataset, "__iter__"):
@@ -133,6 +150,7 @@ class LoaderSettings:
             raise DataError(f"{name} has no __len__, which a map-style dataset needs.")
 
     def _check_order(self) -> None:
+        """Refuse more than one order, and samplers that shard already."""
         given = [name for name in ("shuffle", "sampler", "batch_sampler") if _is_given(getattr(self, name))]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} are mutually exclusive.")
@@ -146,6 +164,7 @@ class LoaderSettings:
                 )
 
     def _check_size(self) -> None:
+        """Refuse batch sizes, and numbers of shards, that are missing, contradict each other or are no such numbers."""
         if self.batch_sampler is not None:
             sizes = (self.global_batch_size, self.batch_size, self.micro_batch_size)
             if self.drop_last or any(size is not None for size in sizes):
@@ -166,7 +185,7 @@ class LoaderSettings:
                 raise ConfigError(f"a batch size must be an integer of at least 1, not {given!r}.")
 
         numbers = self.shards if isinstance(self.shards, (tuple, list)) else (self.shards,)
-        if self.shards is not None and [type(one) is int and one > 0 for one in numbers] != [True, True]:
+        if self.shards is not None and [type(number) is int and number > 0 for number in numbers] != [True, True]:
             raise ConfigError(
                 f"shards is {self.shards!r}, but must be two integers: of how many shards a global batch is made, and "
                 "how many such groups take turns. For up to 8 ranks of 4 workers: shards=(8, 4)."
@@ -177,6 +196,13 @@ class LoaderSettings:
 
         With that, the largest of the shares of a micro-batch has at most ``micro_batch_size`` samples. With a
         division's limit, the number differs from step to step.
+
+        Args:
+            shares: each rank's share of the samples, in lowest terms.
+            accumulate: the setting.
+
+        Raises:
+            ConfigError: two of the three are set.
         """
         limit = "" if self.division is None else self.division.limit
         if self.micro_batch_size is not None:
@@ -194,7 +220,11 @@ class LoaderSettings:
         return -(-self.global_batch_size // (self.micro_batch_size * sum(shares) // max(shares)))
 
     def samples_per_step(self, world_size: int, accumulate: int) -> int:
-        """Return the number of samples per optimizer step over all processes."""
+        """Return the number of samples per optimizer step over all processes.
+
+        Raises:
+            ConfigError: ``global_batch_size`` is too small for this number of micro-batches.
+        """
         if self.batch_size is not None:
             return self.batch_size * world_size * accumulate
         assert self.global_batch_size is not None  # checked
@@ -207,11 +237,15 @@ class LoaderSettings:
 
 
 def _is_given(value: Any) -> bool:
+    # Of flags, False is the default, and of objects None. A sampler without elements is given nevertheless.
     return value is not None and value is not False
 
 
 def _order_of(sampler: Any) -> tuple[bool, Any]:
-    """Return a DataLoader's sampler as ``shuffle`` and ``sampler``."""
+    """Return a DataLoader's sampler as ``shuffle`` and ``sampler``.
+
+    torch's own are replaced by the loader's order, which is the same on any number of ranks; others are kept.
+    """
     if isinstance(sampler, DistributedSampler):
         return sampler.shuffle, None
     is_random = type(sampler) is RandomSampler and not sampler.replacement

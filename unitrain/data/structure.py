@@ -1,4 +1,7 @@
-"""Nested batches: applying a function to every tensor."""
+"""Nested batches: applies a function to every tensor in mappings, lists, tuples and dataclasses.
+
+torch's own ``tree_map`` is private, and takes neither dataclasses nor mappings of other classes than torch registers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def _refilled(batch: Any, parts: Sequence[Any]) -> Any:
     """Return a container like ``batch`` with other items, in the order of ``_parts``."""
     if isinstance(batch, MutableMapping):
         clone = copy.copy(batch)  # keeps attributes of a subclass: a default factory, say
-        clone.update(zip(batch, parts, strict=True))
+        clone.update(zip(batch, parts, strict=True))  # all keys, so nothing of the copied one is left
         return clone
     if isinstance(batch, Mapping):
         return type(batch)(dict(zip(batch, parts, strict=True)))  # type: ignore[call-arg]
@@ -43,7 +46,10 @@ def _open_parts(batch: Any) -> dict[Any, Any] | None:
 
 
 def rebuilt(batch: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return the same structure with every ``x`` that is not a container replaced by ``leaf(x)``."""
+    """Return the same structure with every ``x`` that is not a container replaced by ``leaf(x)``.
+
+    Containers are copied, so that the batch is not changed. An object with a method ``to`` is a leaf.
+    """
     parts = _open_parts(batch)
     return leaf(batch) if parts is None else _refilled(batch, [rebuilt(part, leaf) for part in parts.values()])
 

@@ -1,4 +1,4 @@
-"""``Feature``: the base class of what is added to a run, by UniTrain's own features and by scripts alike."""
+"""``Feature``: the base class of UniTrain's own features and of features that scripts add to a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unitrain.training.models.passes import ModulePass
 
 
 class Feature(StepHook, Verdict):
-    """A capability that is added to a run with ``strategy.add``. A subclass overrides what it needs.
+    """A capability that is added to a run with ``strategy.add``. A subclass overrides the methods that it needs.
 
     It is notified around each step (the methods of ``StepHook``), may forbid a step on all ranks (the methods of
     ``Verdict``), and may have a state that checkpoints save and resume. One that changes modules in ``prepare`` is a
@@ -47,6 +47,7 @@ class Feature(StepHook, Verdict):
             sockets: the parts of the run.
         """
         sockets.hooks.add_hook(self)
+        # Each of these costs a step nothing if no method is overridden: see ``Hooks`` and ``Judge.reads_norms``.
         sockets.verdicts.append(self)
         if isinstance(self, ModulePass):
             sockets.passes.append(self)

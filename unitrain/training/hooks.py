@@ -1,4 +1,4 @@
-"""What happens around the optimizer steps of a run: one list of hooks."""
+"""Hooks: objects that are notified around the optimizer steps of a run, in one list for each moment."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from unitrain.data.loop import Batches
 BeforeUpdate = Callable[[Optimizer, Sequence[Parameter]], None]
 AfterUpdate = Callable[[Optimizer, Sequence[Parameter], bool], None]
 Watched = Callable[[Optimizer, Sequence[Parameter]], None]
-_MOMENTS = (
-    "registered", "watched", "before_call", "after_call", "before_update", "after_update", "after_error",
-    "at_boundary", "at_epoch_end", "at_evaluation", "at_end", "at_close", "at_folder", "logged",
-    "batches",
-)  # fmt: skip
 
 
 class StepHook:
-    """Base class of what is notified around the steps of a run. A subclass overrides what it needs.
+    """Receives notifications around the steps of a run. A subclass overrides the moments that it needs.
+
+    All are called by the main thread of every rank, in the same order, so that they may communicate unless their
+    docstring says otherwise. An exception that one raises ends the step, and is raised to the script.
 
     Attributes:
         place: the order among hooks. At each moment, those with a smaller number are called first, and hooks of one
@@ -44,16 +42,21 @@ class StepHook:
         """A call begins, ``backward`` or ``update``."""
 
     def after_call(self) -> None:
-        """It has returned, or raised."""
+        """It has returned, or raised. Not collective: other ranks may not have raised."""
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
-        """An optimizer is about to change weights, unless its gradients turn out to be non-finite."""
+        """An optimizer is about to change weights, unless its gradients turn out to be non-finite.
+
+        Args:
+            optimizer: the optimizer. Its gradients are averaged and unscaled, but not clipped yet.
+            parameters: all of its parameters, of all groups.
+        """
 
     def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
         """It has changed them if ``stepped``. The gradients are still there. The step does not count yet."""
 
     def after_error(self, optimizer: Optimizer) -> None:
-        """Its step, or a hook around it, has raised an error."""
+        """Its step, or a hook around it, has raised an error, which is raised again. Not collective."""
 
     def at_boundary(self) -> None:
         """The run is between two steps, where it can be stopped."""
@@ -84,7 +87,11 @@ class StepHook:
 class Hooks:
     """The hooks of a run: for each moment, the methods of those that override it, in the order of their places.
 
-    A moment without hooks thus costs a look at an empty list.
+    A moment without hooks thus costs a look at an empty list. The step calls the methods directly, by the name of the
+    moment: ``for ended in hooks.at_end: ended()``.
+
+    Args:
+        hooks: in any order; each is called at its place.
     """
 
     registered: list[Callable[[Optimizer], None]]
@@ -120,17 +127,18 @@ class Hooks:
     def _set(self, hooks: Sequence[StepHook]) -> None:
         """Set the hooks, in new lists: a hook may remove itself while a list is gone through."""
         self._hooks = sorted(hooks, key=lambda hook: hook.place)
-        for moment in _MOMENTS:
+        for moment in Hooks.__annotations__:
+            # Compared by class: a method that no subclass overrides does nothing, and is not worth a call.
             overriding = [hook for hook in self._hooks if getattr(type(hook), moment) is not getattr(StepHook, moment)]
             setattr(self, moment, [getattr(hook, moment) for hook in overriding])
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Context manager around ``backward`` and ``update``."""
-        for before in self.before_call:
-            before(name)
+        for begin in self.before_call:
+            begin(name)
         try:
             yield
         finally:
-            for after in self.after_call:
-                after()
+            for end in self.after_call:
+                end()

@@ -14,14 +14,22 @@ from unitrain.errors import UsageError
 
 
 class Meter:
-    """A sum and a count, kept on the device. Made by ``strategy.meter()``.
+    """Accumulates a sum and a count on the device. Made by ``strategy.meter()``.
 
-    Reading reduces both over the ranks in one call. What is added for a stand-in does not count.
+    Adding costs no communication, and no synchronisation with a GPU. Reading (``value``, ``sum``, ``count``) reduces
+    both over the ranks in one call, which is collective: call it on every rank, or none. Values that are added for a
+    stand-in, the batch of a rank without samples, are ignored.
+
+    Args:
+        communicator: sums over the ranks.
+        current_batch: tells whether the batch that the script works on is a stand-in.
     """
 
     def __init__(self, communicator: Communicator, current_batch: CurrentBatch) -> None:
         self._communicator = communicator
         self._current_batch = current_batch
+        # In float64, so that a sum over millions of samples keeps the digits of each. It follows its first value to the
+        # device, and starts on the CPU: a meter that is only given floats never touches the GPU.
         self._total = torch.zeros((), dtype=torch.float64)
         self._count = 0
 
@@ -66,21 +74,20 @@ class Meter:
             value = value.detach()
             if self._total.device != value.device:
                 value = value.to(precise(value.device))
-                self._total = self._total.to(value.device)
+                self._total = self._total.to(value.device)  # a copy, once: no later add waits for the device
         if mean is not None:
             # In float64: a float32 product with a large count would lose digits that the sum keeps.
             value = value.to(torch.float64) * count if isinstance(value, Tensor) else value * count
-        try:
-            self._total += value
-        except RuntimeError:
-            if isinstance(value, Tensor) and value.dim():
-                raise UsageError(
-                    f"a meter adds numbers, not a tensor of shape {tuple(value.shape)}: pass its mean() or sum()."
-                ) from None
-            raise
+        if isinstance(value, Tensor) and value.dim():
+            raise UsageError(
+                f"a meter adds numbers, not a tensor of shape {tuple(value.shape)}: pass mean=x.mean() or "
+                "total=x.sum(), and count= with the number of samples."
+            )
+        self._total += value
         self._count += count
 
     def _reduced(self) -> Tensor:
+        """Return the sum and the count over all ranks, as a vector of two. Collective."""
         return self._communicator.all_reduce(torch.stack([self._total, torch.full_like(self._total, self._count)]))
 
     def value(self) -> float:

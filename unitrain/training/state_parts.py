@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: parts of a run's state, each of which collects, checks and loads itself."""
+"""Parts of a run's state, of which a checkpoint consists. Each collects, checks and loads itself."""
 
 from __future__ import annotations
 
@@ -135,7 +135,11 @@ class States:
         self._objects: dict[str, Stateful] = {}
 
     def add(self, name: str, stateful: Stateful) -> None:
-        """Save and load the state of an object from now on. What was loaded before under its name is loaded now.
+        """Save and load the state of an object from now on. If a state of its name waits for it, load that now.
+
+        Args:
+            name: unique among the objects of a run, and the same in every run that resumes its checkpoints.
+            stateful: the object, the same on all ranks.
 
         Raises:
             UsageError: there is another object of this name.
@@ -143,11 +147,12 @@ class States:
         if name in self._objects:
             raise UsageError(f"there is a feature {name!r} already: give each a name of its own.")
         self._objects[name] = stateful
+        # A script may resume before it adds the object.
         if name in self.waiting:
             stateful.load_state_dict(self.waiting.pop(name))
 
     def collect(self) -> dict[str, dict[str, Any]]:
-        """Return the states by name, with those that no object has taken yet."""
+        """Return the states by name, and the loaded states that no object has taken yet: the next run may take them."""
         return {**self.waiting, **{name: stateful.state_dict() for name, stateful in self._objects.items()}}
 
     def load(self, states: Mapping[str, dict[str, Any]]) -> None:

@@ -94,3 +94,24 @@ def test_they_are_each_rank_s_own_on_request() -> None:
     first, second = run_ranks(train, "ddp", False, 3)
     assert not torch.equal(first["mean"], second["mean"])
     assert torch.equal(first["linear.weight"], second["linear.weight"])
+
+
+def train_one_after_the_other() -> dict[str, Any]:
+    buffers = {}
+    with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
+        torch.manual_seed(0)
+        models = [Codebook(), Codebook()]
+        for model in models:
+            prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in range(3):
+                strategy.step(prepared(rows(strategy.rank, step)).pow(2).mean(), optimizer)
+        for number, model in enumerate(models):
+            buffers.update({f"{number}.{name}": buffer.clone() for name, buffer in model.named_buffers()})
+    return buffers
+
+
+def test_a_module_may_be_prepared_while_another_one_is_trained() -> None:
+    first, second = run_ranks(train_one_after_the_other)
+    for number in range(2):
+        for name in ("mean", "assigned", "calls"):
+            assert torch.equal(first[f"{number}.{name}"], second[f"{number}.{name}"]), name

@@ -34,17 +34,34 @@ class Order(Protocol):
     """The order of the samples in an epoch."""
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at these positions."""
+        """Return the samples at these positions.
+
+        Args:
+            positions: in the epoch, each from 0 to the number of samples minus 1; in any order, and with repetitions.
+
+        Returns:
+            Indices of the dataset, one for each position.
+        """
 
 
 class Shuffled:
-    """A shuffled ``range(samples)``, different in each epoch. DataError if there are more than 2**62 samples."""
+    """A shuffled ``range(samples)``, different in each epoch.
+
+    Args:
+        samples: number of samples.
+        seed: of the run.
+        epoch: number of the epoch.
+
+    Raises:
+        DataError: there are more than 2**62 samples.
+    """
 
     def __init__(self, samples: int, seed: int, epoch: int) -> None:
         if samples > _LARGEST:
             raise DataError(f"{samples} samples can't be shuffled: at most 2**62 are supported.")
         self._samples = samples
         digest = hashlib.blake2b(f"unitrain order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+        # Read as little-endian whatever the machine, so that all have one order.
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         bits = (samples - 1).bit_length()
         self._low_bits = bits // 2
@@ -67,7 +84,7 @@ class Shuffled:
         limit = np.uint64(self._samples)
         values = self._permute(values)
         outside = np.flatnonzero(values >= limit)
-        while len(outside):
+        while len(outside):  # less than half of the integers are outside, so a value takes 2 rounds on average at most
             again = self._permute(values[outside])
             values[outside] = again
             outside = outside[again >= limit]
@@ -77,6 +94,7 @@ class Shuffled:
         """Apply the rounds, which mask the two halves in turn. With an odd number of bits, they differ in width."""
         high = values >> np.uint64(self._low_bits)
         low = values & np.uint64((1 << self._low_bits) - 1)
+        # In place: allocating each intermediate array would take longer than computing it.
         mask, scratch = np.empty_like(values), np.empty_like(values)
         for number, key in enumerate(self._keys):
             source, target, width = (high, low, self._low_bits) if number % 2 else (low, high, self._high_bits)
@@ -92,7 +110,7 @@ class Shuffled:
 
     @cached_property
     def _sorted(self) -> NDArray[np.int64]:
-        """The samples, sorted by random keys."""
+        """The samples, sorted by random keys. Half a MiB at most, kept for the epoch."""
         return np.argsort(mixed(np.arange(self._samples), int(self._keys[0])))
 
 

@@ -34,9 +34,15 @@ class Epoch(NamedTuple):
 class Orders:
     """Makes the epochs of a map-style dataset, from a plan that all of them share.
 
-    Their order is the dataset's, or a shuffled one, or what a sampler or a batch sampler draws for each epoch, the same
-    on every rank. A sampler that yields more than ``most`` indices for an epoch, and more than its length, has no end.
-    The plan's division may change it.
+    Their order is the dataset's, or a shuffled one, or drawn from a sampler or a batch sampler for each epoch. It is
+    the same on every rank, without communication, as far as the sampler draws from generators that are seeded. The
+    plan's division may change it.
+
+    Args:
+        plan: how each epoch is sharded, without the sizes that a sampler determines.
+        shuffle: shuffle each epoch.
+        sampler: a sampler of indices, or with a ``BatchPlan`` of lists of indices.
+        most: number of indices, above which a sampler that yields more than its length is taken to have no end.
     """
 
     def __init__(
@@ -50,9 +56,9 @@ class Orders:
         self._plan = plan
         self._shuffle = shuffle
         self._sampler = sampler
-        # Each with its initial seed: another one gives another order.
-        own = (getattr(one, "generator", None) for one in _nested(sampler))
-        self._generators = [(one, one.initial_seed()) for one in own if isinstance(one, torch.Generator)]
+        # Each with its initial seed: a generator with another seed gives another order.
+        generators = (getattr(level, "generator", None) for level in _nested(sampler))
+        self._generators = [(g, g.initial_seed()) for g in generators if isinstance(g, torch.Generator)]
         self._most = most
         self._length = 0
         with suppress(Exception):  # a batch sampler has a length only if its sampler has one
@@ -60,7 +66,14 @@ class Orders:
         self._last: tuple[tuple[int, int], _Drawn] | None = None
 
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
-        """Return epoch ``number`` of a run with ``seed``, from position ``start`` on."""
+        """Return epoch ``number`` of a run with ``seed``, from position ``start`` on.
+
+        If the order comes from a sampler, this draws it, unless it was drawn last: for millions of indices it takes
+        seconds.
+
+        Raises:
+            DataError: the sampler seems to have no end.
+        """
         plan, order, repeats = epoch = self._epoch(seed, number, start)
         if plan.division is None:
             return epoch
@@ -73,6 +86,7 @@ class Orders:
         if self._sampler is None:
             order = Shuffled(self._plan.samples, seed, number) if self._shuffle else InOrder()
             return Epoch(replace(self._plan, start=start), order, repeats=False)
+        # Kept, as len() and the check of the ranks' orders ask for the same epoch, and a second draw could differ.
         if self._last is None or self._last[0] != (seed, number):
             yielded = self._draw(self._sampler, seed, number)
             indices, sizes = self._batches(yielded) if isinstance(self._plan, BatchPlan) else self._indices(yielded)
@@ -93,9 +107,9 @@ class Orders:
 
     def _draw(self, sampler: Iterable[Any], seed: int, number: int) -> Iterator[Any]:
         """Yield from the sampler, seeded with seed and epoch. The state of every generator is restored."""
-        for one in _nested(sampler):
-            if callable(getattr(one, "set_epoch", None)):
-                one.set_epoch(number)
+        for level in _nested(sampler):
+            if callable(getattr(level, "set_epoch", None)):
+                level.set_epoch(number)
         states = [generator.get_state() for generator, _ in self._generators]
         try:
             with generators_restored():
@@ -108,13 +122,21 @@ class Orders:
                 generator.set_state(state)
 
     def _indices(self, drawn: Iterator[Any]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-        """Return the indices that a sampler has drawn, and no sizes, or raise DataError if it has no end."""
+        """Return the indices that a sampler has drawn, and no sizes.
+
+        Raises:
+            DataError: it seems to have no end.
+        """
         indices = _as_array(islice(drawn, max(self._most, self._length) + 1))
         self._check_end(len(indices), len(indices))
         return indices, ()
 
     def _batches(self, drawn: Iterator[Any]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-        """Return the indices in a batch sampler's batches, and their sizes, or raise DataError if it has no end."""
+        """Return the indices in a batch sampler's batches, joined, and the sizes of those batches that are not empty.
+
+        Raises:
+            DataError: it seems to have no end.
+        """
         sizes: list[int] = []
 
         def batches() -> Iterator[Sequence[int]]:
@@ -148,6 +170,7 @@ class _Drawn(NamedTuple):
     digest: str
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at these positions: see ``Order``."""
         return self.indices[positions]
 
 

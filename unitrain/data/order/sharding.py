@@ -30,7 +30,7 @@ class MicroBatch:
     start: int
     """First position of the micro-batch in the epoch's order."""
     stop: int
-    """One past its last position."""
+    """Position after its last one."""
     count: int
     """Number of samples of this rank in it; 0 if its batch is a stand-in."""
     window: int
@@ -49,14 +49,21 @@ class MicroBatch:
     """This rank's positions, if a division has chosen them: ``start`` and ``stop`` only count then."""
 
     def positions(self, part: Part) -> NDArray[np.int64]:
-        """Return this rank's positions; of a stand-in, that of another rank's sample."""
+        """Return this rank's positions in the epoch's order; of a stand-in, the position of another rank's sample.
+
+        Args:
+            part: this rank's part of every micro-batch.
+        """
         if not self.count:
             return np.array([self.start])
         return part.positions(self.start, self.stop) if self.chosen is None else self.chosen
 
 
 class _Plan:
-    """What the plans have in common: each yields this rank's micro-batches in order."""
+    """Base class of the plans. Iterating yields this rank's micro-batches of an epoch in order.
+
+    All is arithmetic on the plan's fields, so that every rank knows the micro-batches of all, without communication.
+    """
 
     rank: int
     world_size: int
@@ -84,7 +91,7 @@ class _Plan:
     def micro_batches(self) -> int:
         """Number of micro-batches, the same on every rank."""
         if self.division is not None and self.division.limit:
-            return sum(1 for _ in self)
+            return sum(1 for _ in self)  # the division decides, window by window
         return sum(self._cuts(size, edges) for _, _, size, edges in self._windows())
 
     def _cuts(self, size: int, edges: Sequence[int]) -> int:
@@ -104,10 +111,17 @@ class _Plan:
     def window(self, first: int, samples: Any, edges: Sequence[int], step: int, opening: bool) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of a window of samples, from position ``first`` on.
 
-        They are split at ``edges``, or by the division, which is given their positions, or, in a stream, the samples.
+        They are split at ``edges``, or by the division.
+
+        Args:
+            first: position of the window's first sample.
+            samples: the positions in the window, or, in a stream, the samples themselves.
+            edges: offsets from ``first`` at which micro-batches begin, and the end.
+            step: index of the window in the epoch.
+            opening: whether it is the first of an iteration.
         """
         size, part = len(samples), self.part
-        # For each: its size, how many samples are this rank's, whether each rank has some, and which, if that depends.
+        # For each: its size, how many samples are this rank's, whether every rank has some, and this rank's positions.
         pieces: list[tuple[int, int, bool, NDArray[np.int64] | None]]
         if self.division is None:
             sizes = [min(stop, size) - start for start, stop in pairwise(edges) if start < size]
@@ -128,7 +142,11 @@ class _Plan:
 
 @dataclass(frozen=True)
 class EpochPlan(_Plan):
-    """Splits an epoch of ``samples`` into optimizer steps of ``global_batch`` samples over all processes."""
+    """Splits an epoch of ``samples`` into optimizer steps of ``global_batch`` samples over all processes.
+
+    The last step has the rest, unless ``drop_last``. With ``start``, a resumed epoch, the steps begin there: the first
+    of them may begin in the middle of a step of before, if the global batch has changed.
+    """
 
     samples: int
     global_batch: int
@@ -154,7 +172,7 @@ class EpochPlan(_Plan):
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches, the same on every rank."""
+        """Number of micro-batches, the same on every rank. By division, since an epoch may have millions."""
         full, rest = divmod(self.samples - self.start, self.global_batch)
         if self.division is not None and self.division.limit:
             return super().micro_batches
@@ -171,6 +189,7 @@ class EpochPlan(_Plan):
 
     def _windows(self) -> Iterator[tuple[int, int, int, Sequence[int]]]:
         edges, done = self.edges(), self.start // self.global_batch
+        # Steps are counted from the epoch's beginning, also where a resumed run continues within it.
         for i in range(self.steps):
             first = self.start + i * self.global_batch
             yield done + i, first, min(self.global_batch, self.samples - first), edges
@@ -178,7 +197,10 @@ class EpochPlan(_Plan):
 
 @dataclass(frozen=True)
 class BatchPlan(_Plan):
-    """Splits an epoch of given global batches: each is one optimizer step over all processes."""
+    """Splits an epoch of given global batches: each is one optimizer step over all processes.
+
+    A batch with fewer samples than ``accumulate`` has as many micro-batches as samples.
+    """
 
     sizes: Sequence[int]
     """Number of samples in each."""

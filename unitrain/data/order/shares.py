@@ -28,17 +28,17 @@ class Part:
     """Size from which on a micro-batch has a position for every rank."""
 
     def count(self, size: int) -> int:
-        """Return how many positions of a micro-batch of this size are the rank's."""
+        """Return how many positions of a micro-batch of ``size`` samples are the rank's."""
         periods, rest = divmod(size, self.period)
         return periods * len(self.offsets) + bisect_left(self.offsets, rest)
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rank's positions of the micro-batch from ``start`` to ``stop``."""
-        if len(self.offsets) == 1:
+        """Return the rank's positions of the micro-batch from ``start`` to ``stop`` (exclusive), ascending."""
+        if len(self.offsets) == 1:  # equal shares, the usual case
             return np.arange(start + self.offsets[0], stop, self.period)
         periods, nth = np.divmod(np.arange(self.count(stop - start)), len(self.offsets))
-        found: NDArray[np.int64] = start + periods * self.period + np.array(self.offsets)[nth]
-        return found
+        positions: NDArray[np.int64] = start + periods * self.period + np.array(self.offsets)[nth]
+        return positions
 
 
 def reduced(shares: Sequence[int]) -> tuple[int, ...]:
@@ -51,6 +51,7 @@ def reduced(shares: Sequence[int]) -> tuple[int, ...]:
 def part_of(rank: int, shares: tuple[int, ...]) -> Part:
     """Return the part of a rank, for shares without a common divisor."""
     pattern = owners(shares)
+    # Where each rank occurs first: once the last of them has, every rank has a position.
     _, first = np.unique(pattern, return_index=True)
     return Part(len(pattern), tuple(np.flatnonzero(pattern == rank).tolist()), 1 + int(first.max()))
 
@@ -69,7 +70,7 @@ def owners(shares: tuple[int, ...]) -> NDArray[np.int64]:
         for rank, share in enumerate(shares)
         for i in range(share)
     )
-    open_windows: list[tuple[int, int]] = []
+    open_windows: list[tuple[int, int]] = []  # deadline and rank, a heap
     pattern = np.empty(period, np.int64)
     begun = 0
     for position in range(period):

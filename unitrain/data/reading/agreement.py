@@ -23,7 +23,12 @@ _numbers = itertools.count()
 
 
 class Agreement:
-    """The agreement of all ranks for one loader."""
+    """The agreement of all ranks for one loader.
+
+    Args:
+        communicator: sums over the ranks. Every rank must make its agreements in the same order.
+        plan: has the sizes of the steps.
+    """
 
     def __init__(self, communicator: Communicator, plan: EpochPlan) -> None:
         self._communicator = communicator
@@ -37,15 +42,20 @@ class Agreement:
         """Yield this rank's micro-batches, and stand-ins after its last, as long as any rank has samples.
 
         ``turns`` begin with turn ``step``; or with the first if the dealing is loose, and are skipped. ``start``
-        samples were consumed before, over all ranks. The steps are numbered as the turns are.
+        samples were consumed before, over all ranks. The steps are numbered as the turns are. Collective: each step
+        takes one sum over the ranks, for which it waits when the next batch is asked for.
+
+        Raises:
+            DataError: a rank has no samples at all; on every rank.
         """
         if self._asked is not None:
             self._awaited()  # of an iteration that ended early
         plan = self._plan
         groups, cuts = (1, 1) if dealing.loose else (dealing.groups, plan.accumulate)
+        # Of the rank that keeps the fewest samples of a full turn: if it is enough, every rank has some in each cut.
         least = min(dealing.kept(rank, plan.world_size) for rank in range(plan.world_size))
         source = _LooseSource(turns, step * plan.accumulate) if dealing.loose else _Source(turns)
-        ended: set[int] = set()
+        ended: set[int] = set()  # groups
         opening = True
         current = self._ask(source, step)
         while True:
@@ -56,7 +66,7 @@ class Agreement:
                 if len(ended) == groups:
                     return
             following = next(number for number in itertools.count(step + 1) if number % groups not in ended)
-            if step % groups in ended:
+            if step % groups in ended:  # a turn without samples, or with too few: none of it is yielded
                 step, current = following, self._ask(source, following)
                 continue
             filled = [i for i, size in enumerate(sizes) if size]
@@ -78,6 +88,7 @@ class Agreement:
         pieces = source.read(turn, self._plan.accumulate)
         counts = [piece.samples for piece in pieces]
         counts += [0] * (self._plan.accumulate - len(counts))
+        # With the sizes, the number of ranks that have not had a sample yet, which is an error if others have.
         values = [*counts, not source.began]
         self._asked = self._sums.start(values) if self._plan.world_size > 1 else lambda: values
         return pieces
@@ -94,6 +105,7 @@ class Agreement:
         return sizes
 
     def _awaited(self) -> list[int]:
+        """Wait for the sum that was started last. Return it."""
         assert self._asked is not None
         with self._communicator.collectives.pulse.within("the next batch"):
             return self._asked()
@@ -114,7 +126,12 @@ class _Source:
         self.began = False
 
     def read(self, number: int, most: int) -> list[Piece]:
-        """Return this rank's pieces of a turn; none if its shards have ended."""
+        """Return this rank's pieces of a turn; none if its shards have ended.
+
+        Args:
+            number: of the turn. Those before it are skipped.
+            most: number of pieces at most.
+        """
         while self._next is None or self._next.number < number:
             self._next = next(self._turns, None)
             if self._next is None:
@@ -123,7 +140,7 @@ class _Source:
         return self._next.pieces if self._next.number == number else []
 
     def note(self, turn: Turn) -> None:
-        """Keep the stand-in of a turn."""
+        """Keep the stand-in of a turn, for the micro-batches of which this rank will have no samples."""
         for piece in turn.pieces:
             self.began = self.began or piece.batch is not None
             self.stand_in = self.stand_in if piece.samples or piece.batch is None else piece.batch
@@ -137,10 +154,11 @@ class _LooseSource(_Source):
         self._pieces = itertools.islice(self._filled(), skipped, None)
 
     def read(self, number: int, most: int) -> list[Piece]:
-        """Return as many pieces as a step has, or what is left."""
+        """Return the next pieces, as many as a step has, or fewer at the end. Turns have no numbers here."""
         return list(itertools.islice(self._pieces, most))
 
     def _filled(self) -> Iterator[Piece]:
+        """Yield the pieces with samples, whichever worker has read them."""
         for turn in self._turns:
             self.note(turn)
             yield from (piece for piece in turn.pieces if piece.samples)

@@ -30,31 +30,36 @@ class Dealing(NamedTuple):
 
     With ``loose``, each rank and worker reads the shard that the dataset gives it, in turns of one micro-batch, and
     ranks take the next batch of any worker: for datasets that shard themselves.
+
+    Attributes:
+        parts: number of shards that a turn takes samples of.
+        groups: number of groups of as many shards, which take turns.
     """
 
     parts: int
     groups: int
     size: int
     """Number of samples in a turn."""
-    before: tuple[tuple[int, int], ...] = ()
-    """A turn and the size of the turns before it, for each other size that this epoch was begun with."""
+    earlier_sizes: tuple[tuple[int, int], ...] = ()
+    """A turn and the size of the turns until then, for each other size that this epoch was begun with."""
     loose: bool = False
 
     def taken(self, part: int, turn: int) -> int:
         """Return how many samples of a shard are in a turn, unless it has ended."""
-        size = next((size for end, size in self.before if turn < end), self.size)
+        size = next((size for end, size in self.earlier_sizes if turn < end), self.size)
         return len(range(part, size, self.parts))
 
     def shares(self, rank: int, world_size: int) -> list[tuple[int, slice]]:
-        """Return the parts that a rank reads, and which of their samples in a turn it keeps."""
+        """Return the parts that a rank reads, and which of their samples in a turn it keeps, as a slice."""
         if world_size <= self.parts:
             return [(part, slice(None)) for part in range(rank, self.parts, world_size)]
+        # Ranks that read the same part take its samples in turn.
         part = rank % self.parts
         return [(part, slice(rank // self.parts, None, len(range(part, world_size, self.parts))))]
 
     def kept(self, rank: int, world_size: int) -> int:
         """Return how many samples of a turn a rank keeps, unless shards have ended."""
-        return sum(len(range(part, self.size, self.parts)[own]) for part, own in self.shares(rank, world_size))
+        return sum(len(range(part, self.size, self.parts)[share]) for part, share in self.shares(rank, world_size))
 
 
 class Seek(NamedTuple):
@@ -78,10 +83,10 @@ class Beginning(NamedTuple):
 
 @dataclass
 class Reader:
-    """Reads a shard.
+    """Reads a shard, in the process of a worker or in the main process.
 
-    Its random numbers depend on the seed, the shard and the turn. Without ``seek``, what comes before the first turn is
-    read again.
+    Its random numbers depend on the seed, the shard and the turn, and not on the process. Without ``seek``, the samples
+    before the first turn are read again, and dropped.
     """
 
     dataset: Any
@@ -103,28 +108,34 @@ class Reader:
         self.ended: bool = self.seek is not None and self.seek.state is None
 
     def read(self, turn: int) -> list[Any]:
-        """Return the shard's samples of a turn."""
+        """Return the shard's samples of a turn; none once it has ended.
+
+        Args:
+            turn: its number. Turns of the shard's group must be read in ascending order, and each one once.
+        """
         if self.ended:
-            self.seek = None  # was told before
+            self.seek = None  # the turn in which it ended has yielded it
             return []
         if self.dealing.loose:
             return self._read(turn)
         info = None
-        if library(self.dataset) in LIBRARIES:  # which find here what to read; also if there is only one group
+        if library(self.dataset) in LIBRARIES:  # they look here for their shard, also if there is a single group
             groups = self.dealing.groups
             info = torch_worker.WorkerInfo(id=self.group, num_workers=groups, seed=0, dataset=self.dataset)
         with as_worker(info), environment(RANK=self.part, WORLD_SIZE=self.dealing.parts):
-            found = self._read(turn)
+            samples = self._read(turn)
             state = None if self.ended else state_of(self._shard)
         self.seek = Seek(self.part, self.group, turn, state) if self.ended or state is not None else None
-        return found
+        return samples
 
     def _read(self, turn: int) -> list[Any]:
+        """Read a turn, and before the first one, open the shard where it continues."""
         if self._samples is None:
             seed = self._seed_for(-1)
             shard = _shard_of(self.dataset, self.dealing, self.part, self.group, self.epoch, seed)
             self._shard, self._samples = opened(shard, None if self.seek is None else self.seek.state)
             first = self.group if self.seek is None else self.seek.turn + self.dealing.groups
+            # Turn by turn, since each one is seeded: a dataset then shuffles and augments as it did the first time.
             for past in () if self.dealing.loose else range(first, turn, self.dealing.groups):
                 self._next(past)
         return self._next(turn)
@@ -133,14 +144,15 @@ class Reader:
         assert self._samples is not None
         self._seed_for(turn)
         count = 0 if self.ended else self.dealing.taken(self.part, turn)
-        found = list(islice(self._samples, count))
-        if found and self.sample is None and self.seek is None:
-            self.beginning = Beginning(self.part, self.group, sample_digest(found[0]))
-        self.ended = self.ended or len(found) < count
-        self.sample = found[-1] if found else self.sample
-        return found
+        samples = list(islice(self._samples, count))
+        if samples and self.sample is None and self.seek is None:
+            self.beginning = Beginning(self.part, self.group, sample_digest(samples[0]))
+        self.ended = self.ended or len(samples) < count
+        self.sample = samples[-1] if samples else self.sample
+        return samples
 
     def _seed_for(self, turn: int) -> int:
+        """Seed this process's generators for a turn, unless the dataset shards itself. Return the seed."""
         seed = derived_seed("shard", self.seed, self.epoch, self.part, self.group, turn)
         if not self.dealing.loose:
             seed_generators(seed)
@@ -159,11 +171,12 @@ def library(dataset: Any) -> str:
 def _shard_of(dataset: Any, dealing: Dealing, part: int, group: int, epoch: int, seed: int) -> Any:
     """Return a shard of a dataset, or the dataset where it gives each rank and worker its own, as pretended to it."""
     if library(dataset) == "datasets":
-        from datasets.distributed import split_dataset_by_node
+        from datasets.distributed import split_dataset_by_node  # an optional dependency
 
         dataset = split_dataset_by_node(dataset, part, dealing.parts)
     elif library(dataset) == "webdataset" and not dealing.loose:
         dataset = copy.copy(dataset)
+        # Stages are copied, since the script's own dataset must not be changed.
         dataset.pipeline = [_seeded(copy.copy(stage), seed) for stage in dataset.pipeline]
     elif callable(getattr(dataset, "shard", None)):
         index = part * dealing.groups + group if dealing.loose else group * dealing.parts + part
@@ -189,7 +202,10 @@ def is_stateful(value: Any) -> bool:
 
 
 def opened(dataset: Any, state: Any) -> tuple[Any, Iterator[Any]]:
-    """Return what an iterator iterates over, and the iterator; unless ``state`` is None, of a copy in that state."""
+    """Return a dataset and an iterator over it; unless ``state`` is None, a copy of the dataset in that state.
+
+    The iterator must be the only one: many datasets keep their state in the dataset, and not in the iterator.
+    """
     if state is not None:
         dataset = copy.copy(dataset)
         dataset.load_state_dict(copy.deepcopy(state))
@@ -213,14 +229,18 @@ def _loses_samples(dataset: Any) -> bool:
     if library(dataset) != "datasets":
         return False
     remaining = [dataset._ex_iterable]
-    for one in remaining:
-        remaining += getattr(one, "ex_iterables", [one.ex_iterable] if hasattr(one, "ex_iterable") else [])
-    names = " ".join(type(one).__name__ for one in remaining)
+    for layer in remaining:  # the list grows
+        remaining += getattr(layer, "ex_iterables", [layer.ex_iterable] if hasattr(layer, "ex_iterable") else [])
+    names = " ".join(type(layer).__name__ for layer in remaining)
     return getattr(dataset._formatting, "is_table", False) or "Buffer" in names or "Concatenated" in names
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of plain data. Raises TypeError for anything else, which checkpoints can't have."""
+    """Return a copy of plain data: a dataset may change its state later, while a checkpoint waits to be written.
+
+    Raises:
+        TypeError: the value has an object of another type, which checkpoints can't have.
+    """
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -245,12 +265,12 @@ def as_worker(info: torch_worker.WorkerInfo | None) -> Iterator[None]:
 @contextmanager
 def environment(**variables: int) -> Iterator[None]:
     """Set the environment variables by which datasets shard themselves; not every launcher sets them."""
-    before = {name: os.environ.get(name) for name in variables}
+    saved = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in saved.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -18,7 +18,14 @@ T = TypeVar("T")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors, and other objects that have a method ``to``, on ``device``."""
+    """Return the batch with its tensors, and other objects that have a method ``to``, on ``device``.
+
+    A copy to a GPU is queued on the current stream: the host does not wait for it.
+
+    Args:
+        batch: nested containers; see ``structure.py``. It is not changed.
+        device: the device to move to.
+    """
     # Copies to the host must be complete before use; on a GPU, the stream's order ensures that.
     non_blocking = device.type not in IN_STEP
 
@@ -49,7 +56,12 @@ def feed(batches: Iterator[tuple[T, Any]], device: torch.device) -> Iterator[tup
     """Yield each pair of a label and a batch with the batch on the device.
 
     On a GPU, the next batch is copied on a separate stream while this one is computed. From pinned memory, that takes
-    no time of the CPU's or the computation's.
+    no time of the CPU's or the computation's. So on a GPU, one batch more than the script holds is in memory, and the
+    loader reads one batch ahead.
+
+    Args:
+        batches: yields labels and batches.
+        device: the device of this rank.
     """
     streams = streams_of(device)
     if streams is None:

@@ -27,7 +27,14 @@ class Request(NamedTuple):
 
 
 class BatchReader(Dataset[Any]):
-    """A map-style dataset that returns whole batches to torch's DataLoader."""
+    """A map-style dataset that returns whole batches to torch's DataLoader, which calls ``__getitems__`` in a worker.
+
+    A worker thus sends collated batches, and a batch needs no more than a list of numbers as a request.
+
+    Args:
+        dataset: the script's map-style dataset.
+        collate: makes a batch of a list of samples.
+    """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self._dataset = dataset
@@ -40,20 +47,20 @@ class BatchReader(Dataset[Any]):
     def __getitems__(self, request: Request) -> Any:
         if is_default_collate(self._collate):
             batch = collated_rows(self._dataset, request.samples)
-            if batch is not None:
+            if batch is not None:  # nothing draws random numbers here, so seeds are not needed
                 return batch
         return self._batch(request)
 
     def _batch(self, request: Request) -> Any:
         """Read samples and collate them, with random numbers from the request's seeds."""
-        collate, seeds, own_collate = self._collate, request.seeds, not is_default_collate(self._collate)
+        collate, seeds, may_draw = self._collate, request.seeds, not is_default_collate(self._collate)
         still = draws_nothing(self._dataset)
-        if seeds is None or (still and not own_collate):
+        if seeds is None or (still and not may_draw):
             return collate(self._read(request.samples))
         # A worker's generators serve nothing else.
         with generators_restored() if get_worker_info() is None else nullcontext():
             samples = self._read(request.samples) if still else self._seeded.read(self._dataset, request.samples, seeds)
-            if own_collate:
+            if may_draw:
                 seed_generators(seeds[0] ^ _COLLATING)
             return collate(samples)
 
@@ -65,5 +72,5 @@ class BatchReader(Dataset[Any]):
 
 
 def as_is(batch: Any) -> Any:
-    """Return a batch that is collated already."""
+    """Return a batch that is collated already. It is the DataLoader's ``collate_fn``: a lambda can't be pickled."""
     return batch

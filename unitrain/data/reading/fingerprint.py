@@ -24,6 +24,8 @@ def fingerprint(dataset: Any) -> str:
     It covers the tensors of a ``TensorDataset``, the labels of torchvision's datasets (``targets``), the columns of
     Hugging Face's, and the parts of ``Subset`` and ``ConcatDataset``. Any dataset may define it as a string attribute
     ``fingerprint``.
+
+    Of a tensor, about 4,096 rows are hashed, so that it takes milliseconds: a change of a few rows may go unnoticed.
     """
     digest = hashlib.blake2b(digest_size=8)
     return digest.hexdigest() if _add(digest, dataset) else ""
@@ -31,9 +33,9 @@ def fingerprint(dataset: Any) -> str:
 
 def _add(digest: Any, dataset: Any) -> bool:
     """Add a dataset's content to the digest, and return whether any is known."""
-    own = getattr(dataset, "fingerprint", None)
-    if isinstance(own, str):
-        digest.update(own.encode())
+    declared = getattr(dataset, "fingerprint", None)
+    if isinstance(declared, str):
+        digest.update(declared.encode())
     elif isinstance(dataset, Subset):
         _add_rows(digest, np.asarray(dataset.indices))
         _add(digest, dataset.dataset)
@@ -54,18 +56,23 @@ def _add(digest: Any, dataset: Any) -> bool:
 
 
 def _add_rows(digest: Any, rows: Tensor | Sized) -> None:
-    some = rows[:: max(1, len(rows) // _ROWS)]  # type: ignore[index]
-    if isinstance(some, Tensor):
-        digest.update(f"{len(rows)} {some.dtype} {tuple(some.shape)}".encode())
-        some = some.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    values = np.asarray(some)
+    """Add rows at even distances to the digest, with the number of all, their dtype and their shape."""
+    picked = rows[:: max(1, len(rows) // _ROWS)]  # type: ignore[index]
+    if isinstance(picked, Tensor):
+        digest.update(f"{len(rows)} {picked.dtype} {tuple(picked.shape)}".encode())
+        # As bytes: numpy has no bfloat16.
+        picked = picked.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    values = np.asarray(picked)
     digest.update(f"{len(rows)} {values.dtype} {values.shape}".encode())
     # The bytes of an object array are addresses.
     digest.update(str(values.tolist()).encode() if values.dtype == object else np.ascontiguousarray(values).tobytes())
 
 
 def sample_digest(sample: Any) -> int:
-    """Return a digest as an int: equal for samples with equal tensors, arrays, strings, ints and floats."""
+    """Return a digest of a sample as an int: equal for samples with equal tensors, arrays, strings, ints and floats.
+
+    It has 56 bits, so that it fits a tensor of int64 when ranks exchange it. Of other objects, only the class counts.
+    """
     digest = hashlib.blake2b(digest_size=7)
 
     def add(value: Any) -> None:
@@ -76,19 +83,28 @@ def sample_digest(sample: Any) -> int:
         else:
             digest.update(type(value).__name__.encode())
 
-    rebuilt(sample, add)
+    rebuilt(sample, add)  # to visit every leaf
     return int.from_bytes(digest.digest(), "little")
 
 
-def check_same_data(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Check that the state of a loader belongs to the same data as its current state."""
+def check_same_data(state: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Check that a loader's saved state belongs to the same data as its current state. Not collective.
+
+    Args:
+        state: the saved state, with ``length`` and ``fingerprint``.
+        current: the loader's state now. An unknown fingerprint is "", and equals any.
+
+    Raises:
+        CheckpointError: the length or the fingerprint differs.
+    """
     remedy = "Use the dataset that the run was started with, or start a new epoch with other data: set loader.epoch."
-    if state["length"] != own["length"]:
+    if state["length"] != current["length"]:
         raise CheckpointError(
-            f"the state belongs to a dataset of {state['length']} samples, but this one has {own['length']}. {remedy}"
+            f"the state belongs to a dataset of {state['length']} samples, but this one has {current['length']}. "
+            f"{remedy}"
         )
-    if state["fingerprint"] != own["fingerprint"] and state["fingerprint"] and own["fingerprint"]:
+    if state["fingerprint"] != current["fingerprint"] and state["fingerprint"] and current["fingerprint"]:
         raise CheckpointError(
             f"the state belongs to another dataset: its fingerprint is {state['fingerprint']}, but this one's is "
-            f"{own['fingerprint']}. {remedy}"
+            f"{current['fingerprint']}. {remedy}"
         )

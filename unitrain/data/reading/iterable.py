@@ -1,4 +1,4 @@
-"""Iterable datasets: which rank reads which part, and how the ranks agree on the batches."""
+"""Iterable datasets: which rank reads which part, and where a resumed run continues."""
 
 from __future__ import annotations
 
@@ -29,19 +29,30 @@ class _Reading(NamedTuple):
     """How an epoch is read."""
 
     epoch: int
-    """Its number; -1 for any."""
+    """Number of the epoch; -1 for any."""
     dealing: Dealing | None
     """None if every rank reads the whole dataset."""
     seeks: Sequence[Seek] = ()
-    """Where it continues."""
+    """Where the shards continue."""
     beginnings: Sequence[Beginning] = ()
+    """How the shards have begun in the interrupted run."""
 
 
 class Iterable:
-    """An iterable dataset, as one rank reads it.
+    """An iterable dataset, as one rank reads it. It has the same methods as ``MapStyle``.
 
-    ``plan`` has the sizes of the steps; its number of samples is not used. ``settings`` are keyword arguments of the
-    DataLoader. A ``sharded`` dataset has ``shards``: how many a global batch comes from, and how many groups of these.
+    Args:
+        communicator: compares the first samples of the ranks, and agrees on the ends of shards.
+        dataset: the dataset, which is pickled for workers.
+        plan: has the sizes of the steps; its number of samples is not used.
+        collate: makes a batch of a list of samples.
+        sharded: whether each rank and worker reads a different part.
+        shards: of a sharded dataset, how many shards a global batch comes from, and how many groups of these there are;
+            None for one shard for each rank and worker.
+        settings: keyword arguments of the DataLoader.
+
+    Raises:
+        ConfigError: the dataset or the batch size does not fit ``shards``, or the number of ranks.
     """
 
     def __init__(
@@ -68,14 +79,17 @@ class Iterable:
         self._workers: int = max(1, settings["num_workers"])
         self._agreement = Agreement(communicator, plan) if sharded else None
         self._generator = torch.Generator()
-        self._own = self._resumed = _Reading(-1, self._dealing(shards) if sharded else None)
-        self._seeks: dict[tuple[int, int], list[Seek]] = {}  # of this rank's shards, after their last turns
-        self._beginnings: dict[tuple[int, int], int] = {}  # of this rank's shards, and what they should be
+        self._usual = self._resumed = _Reading(-1, self._dealing(shards) if sharded else None)
+        # By part and group of this rank's shards: where they continue after their last turns, digests of their first
+        # samples, and the digests that they should have.
+        self._seeks: dict[tuple[int, int], list[Seek]] = {}
+        self._beginnings: dict[tuple[int, int], int] = {}
         self._expected: dict[tuple[int, int], int] = {}
         self._seeks_of = -1  # which epoch
-        self._read(self._own)
+        self._read(self._usual)
 
     def _dealing(self, shards: tuple[int, int] | None) -> Dealing:
+        """Return how to deal out the shards in epochs that are not resumed within."""
         plan = self._plan
         if is_sharded(self._dataset):
             parts, groups = shards or (plan.world_size, self._workers)
@@ -91,10 +105,11 @@ class Iterable:
         return Dealing(plan.world_size, self._workers, plan.global_batch // plan.accumulate, loose=True)
 
     def _read(self, reading: _Reading) -> None:
+        """Make the DataLoader for a reading. Persistent workers of the previous one end with it."""
         self._reading = reading
-        what = self._dataset, self._plan, self._collate
+        source = self._dataset, self._plan, self._collate
         _, dealing, seeks, _ = reading
-        self._stream = WholeStream(*what, seeks) if dealing is None else ShardedStream(*what, dealing, seeks)
+        self._stream = WholeStream(*source, seeks) if dealing is None else ShardedStream(*source, dealing, seeks)
         self._loader: DataLoader[Any] = DataLoader(
             self._stream, batch_size=None, collate_fn=as_is, generator=self._generator, **self._settings
         )
@@ -104,7 +119,12 @@ class Iterable:
         return ""
 
     def plan(self, seed: int, number: int) -> EpochPlan:
-        """Return the plan of an epoch."""
+        """Return the plan of an epoch.
+
+        Raises:
+            TypeError: the number of samples or of batches is unknown until the dataset ends, as ``len`` of torch's
+                DataLoader raises it.
+        """
         limited = self._plan.division is not None and self._plan.division.limit
         if self._agreement is not None or limited or not hasattr(self._dataset, "__len__"):
             raise TypeError(
@@ -114,7 +134,7 @@ class Iterable:
         return replace(self._plan, samples=len(self._dataset))
 
     def _reading_of(self, number: int) -> _Reading:
-        return self._resumed if self._resumed.epoch == number else self._own
+        return self._resumed if self._resumed.epoch == number else self._usual
 
     def readers(self, number: int) -> list[Any] | None:
         """Return how the shards are dealt out in an epoch, as plain data; None if the dataset is read as a whole."""
@@ -122,20 +142,29 @@ class Iterable:
         return None if dealing is None else _plain(dealing)
 
     def seeks(self, number: int, step: int) -> dict[str, Any]:
-        """Return where the shards that this rank reads continue in step ``step`` of an epoch, for a loader's state."""
+        """Return where the shards that this rank reads continue in step ``step`` of an epoch, for a loader's state.
+
+        This differs between ranks: a checkpoint gathers the entries of all.
+        """
         current = self._seeks_of == number
+        # Workers read ahead of the training, so the newest seek of a shard may lie behind the step.
         last = ([seek for seek in of_shard if seek.turn < step][-1:] for of_shard in self._seeks.values() if current)
-        seeks = [list(seek) for found in last for seek in found]
-        return {"seeks": [number, seeks, [[*shard, its] for shard, its in self._beginnings.items() if current]]}
+        seeks = [list(seek) for newest in last for seek in newest]
+        beginnings = [[*shard, digest] for shard, digest in self._beginnings.items() if current]
+        return {"seeks": [number, seeks, beginnings]}
 
     def resume(self, state: Mapping[str, Any]) -> int:
-        """Continue from a loader's state within an epoch. Return how many samples may have to be read again."""
+        """Continue from a loader's state within an epoch. Return how many samples may have to be read again.
+
+        Raises:
+            CheckpointError: the shards can't be dealt out such that the rest of the epoch is read once.
+        """
         number, steps = state["epoch"], state["steps"]
         epoch, shards, beginnings = state["seeks"]
         seeks = [Seek(*shard) for shard in shards if epoch == number and shard[2] < steps]
         began = [Beginning(*shard) for shard in beginnings if epoch == number]
         self._resumed = _Reading(number, self._dealing_in(state), seeks, began)
-        self._seeks_of = -1  # what this loader has read itself counts no more
+        self._seeks_of = -1  # the seeks of this loader's own reading count no more
         self._keep(self._resumed, number, steps)
         dealing = self._resumed.dealing
         begun = 1 if dealing is None else dealing.parts * min(dealing.groups, steps)
@@ -143,32 +172,33 @@ class Iterable:
 
     def _dealing_in(self, state: Mapping[str, Any]) -> Dealing | None:
         """Return how to deal out the shards in the rest of the epoch of a state."""
-        readers, own, samples = state["readers"], self._own.dealing, self._plan.global_batch
-        if readers is None and own is None:
+        readers, usual, samples = state["readers"], self._usual.dealing, self._plan.global_batch
+        if readers is None and usual is None:
             return None
-        if readers is None or own is None or own.loose != (len(readers) == 3):
+        if readers is None or usual is None or usual.loose != (len(readers) == 3):
             raise CheckpointError(
                 "the dataset was sharded in another way when the state was saved: pass the same one, and the same "
                 "sharded=, or start a new epoch: set loader.epoch."
             )
-        if own.loose:
-            was, now = [*readers, state["global_batch_size"]], [*_plain(own), samples]
-            if was != now:
+        if usual.loose:
+            saved, current = [*readers, state["global_batch_size"]], [*_plain(usual), samples]
+            if saved != current:
                 raise CheckpointError(
-                    f"world size, workers per rank, batch size and global batch size were {was}, and are now {now}: a "
-                    f"dataset that shards itself can't continue within epoch {state['epoch']} with others. Use the "
-                    "same as before, or start a new epoch: set loader.epoch."
+                    f"world size, workers per rank, batch size and global batch size were {saved}, and are now "
+                    f"{current}: a dataset that shards itself can't continue within epoch {state['epoch']} with "
+                    "others. Use the same as before, or start a new epoch: set loader.epoch."
                 )
-            return own
-        parts, groups, size, before = readers
+            return usual
+        # The shards stay those of the saved run, however many ranks and workers read them now.
+        parts, groups, size, earlier = readers
         if samples < parts:
             raise CheckpointError(_too_few(samples, parts))
         if size != samples:
-            before = [*before, [state["steps"], size]]
-        return Dealing(parts, groups, samples, tuple((turn, size) for turn, size in before))
+            earlier = [*earlier, [state["steps"], size]]
+        return Dealing(parts, groups, samples, tuple((turn, size) for turn, size in earlier))
 
     def _keep(self, reading: _Reading, number: int, step: int) -> None:
-        """Keep what is known of the shards in step ``step`` of an epoch."""
+        """Keep the seeks and beginnings of shards that are known in step ``step`` of an epoch."""
         if not step or self._seeks_of != number:
             self._beginnings = {shard[:2]: shard.digest for shard in reading.beginnings if step}
         self._expected = dict(self._beginnings)
@@ -178,8 +208,13 @@ class Iterable:
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's part of each micro-batch of an epoch, from step ``step`` and sample ``start`` on.
 
-        Samples that were consumed are read again and skipped, unless the dataset continues from a state.
+        Samples that were consumed are read again and skipped, unless the dataset continues from a state. Collective at
+        its beginning, and for a sharded dataset in each step; see ``agreement.py``.
+
+        Raises:
+            DataError: the ranks have different first samples, a rank has none, or a worker died or hangs.
         """
+        # torch draws the seeds of workers from this generator.
         self._generator.manual_seed(derived_seed("workers", seed, number, self._plan.rank) >> 1)
         reading = self._reading_of(number)
         if reading is not self._reading:
@@ -193,9 +228,9 @@ class Iterable:
         return self._agreement.micro_batches(self._compared(self._noted()), dealing, start, step)
 
     def _noted(self) -> Iterator[Any]:
-        """Yield what workers read, and keep where the dataset continues."""
+        """Yield the pieces that workers read, and keep their seeks and beginnings."""
         for piece in with_deaths_explained(self._loader):
-            if piece is None:
+            if piece is None:  # a worker without a group in this cycle: see ``ShardedStream._turns``
                 continue
             for seek in piece.seeks:
                 kept = self._seeks.setdefault((seek.part, seek.group), [])
@@ -212,6 +247,7 @@ class Iterable:
             yield piece
 
     def _warn(self, message: str) -> None:
+        """Warn on rank 0, with the name of the dataset before the message."""
         if self._communicator.is_main:
             call_site.warn(f"this {type(self._dataset).__name__} {message}")
 
@@ -235,14 +271,19 @@ class Iterable:
             yield piece
 
     def _check_first(self, digests: list[int]) -> None:
+        """Refuse first samples that must be equal and differ, or warn if they should differ and are equal.
+
+        Args:
+            digests: of the first sample of each rank; 0 for a rank without samples.
+        """
         if self._agreement is None and len(set(digests)) > 1:
             raise DataError(
                 f"the ranks read different samples from this {type(self._dataset).__name__}, which must be the same on "
                 "all unless it is sharded: pass sharded=True if the dataset yields a different part on each rank and "
                 f"worker. Otherwise {_DRAW}."
             )
-        same = len(set(digests)) == 1 and digests[0]
-        if same and self._reading.dealing is not None and self._plan.world_size <= self._reading.dealing.parts:
+        are_equal = len(set(digests)) == 1 and digests[0]
+        if are_equal and self._reading.dealing is not None and self._plan.world_size <= self._reading.dealing.parts:
             self._warn(
                 "begins with the same sample on every rank: if it is not sharded, every rank trains on all of it. Pass "
                 "sharded=False then."
@@ -254,10 +295,10 @@ def _too_few(samples: int, parts: int) -> str:
 
 
 def _plain(dealing: Dealing) -> list[Any]:
-    """Return a dealing as plain data."""
+    """Return a dealing as plain data, for checkpoints. A loose one has three numbers, others have four entries."""
     if dealing.loose:
         return [dealing.parts, dealing.groups, dealing.size // dealing.parts]
-    return [dealing.parts, dealing.groups, dealing.size, [list(one) for one in dealing.before]]
+    return [dealing.parts, dealing.groups, dealing.size, [list(pair) for pair in dealing.earlier_sizes]]
 
 
 def is_sharded(dataset: Any) -> bool:

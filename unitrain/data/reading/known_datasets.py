@@ -45,7 +45,10 @@ def draws_nothing(dataset: Any) -> bool:
 
 
 def is_default_collate(collate: Any) -> bool:
-    """Return whether a collate function is torch's ``default_collate``, without functions that users registered."""
+    """Return whether a collate function is torch's ``default_collate``, without functions that users registered.
+
+    Scripts may add functions for their own types to ``default_collate_fn_map``, and these may draw random numbers.
+    """
     return collate is default_collate and all(
         function.__module__ == torch_collate.__name__ for function in torch_collate.default_collate_fn_map.values()
     )
@@ -55,19 +58,24 @@ def collated_rows(dataset: Any, samples: list[int]) -> list[Tensor] | None:
     """Return the result of ``default_collate`` for samples of a ``TensorDataset``, with one read of each tensor.
 
     Return None if the result, or the message of an error, could differ: then read the samples one by one.
+
+    Args:
+        dataset: any dataset. ``Subset`` of a ``TensorDataset`` is read fast, too.
+        samples: indices of the dataset.
     """
     while type(dataset) is Subset and type(dataset.indices) in (list, range):
         samples = [dataset.indices[sample] for sample in samples]
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
         return None
-    index = torch.tensor(samples)
+    index = torch.tensor(samples)  # of another dtype if an index is no int, which index_select would round
     if index.dtype != torch.int64 or min(samples) < 0 or max(samples) >= min(map(len, dataset.tensors)):
         return None
     return [tensor.index_select(0, index) for tensor in dataset.tensors]
 
 
 def _is_plain(tensor: Tensor) -> bool:
+    # index_select of these copies rows as stacking the samples does, to the bit.
     return (
         type(tensor) is Tensor
         and tensor.dtype in _DTYPES

@@ -21,9 +21,14 @@ _LOOK_UP = 2**15
 
 
 class MapStyle:
-    """A map-style dataset, as one rank reads it.
+    """A map-style dataset, as one rank reads it. Reading needs no communication: every rank knows the plan of all.
 
-    ``settings`` are keyword arguments of the DataLoader. With ``seeded``, generators are seeded for each sample.
+    Args:
+        dataset: the dataset, which is pickled for workers.
+        orders: makes the epochs.
+        collate: makes a batch of a list of samples.
+        seeded: whether generators are seeded for each sample.
+        settings: keyword arguments of the DataLoader.
     """
 
     def __init__(
@@ -42,7 +47,7 @@ class MapStyle:
         )
 
     def plan(self, seed: int, number: int) -> EpochPlan | BatchPlan:
-        """Return the plan of an epoch."""
+        """Return the plan of a whole epoch. It may draw from a sampler: see ``Orders.epoch``."""
         return self._orders.epoch(seed, number, 0).plan
 
     def drawn(self, seed: int, number: int) -> str:
@@ -57,16 +62,22 @@ class MapStyle:
         """Return None: a position does not depend on the number of ranks and workers."""
 
     def seeks(self, number: int, step: int) -> dict[str, Any]:
-        """Return nothing for a loader's state: a position is where to continue."""
+        """Return nothing for a loader's state, since its position alone says where to continue."""
         return {}
 
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on."""
+        """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on.
+
+        Raises:
+            DataError: a worker died or hangs, or a sampler has no end.
+        """
         epoch = self._orders.epoch(seed, number, start)
         labels, micro_batches = tee(epoch.plan)  # the loader reads ahead
         return zip(labels, self._read(epoch, micro_batches, seed, number), strict=True)
 
     def _read(self, epoch: Epoch, micro_batches: Iterator[MicroBatch], seed: int, number: int) -> Iterator[Any]:
+        """Return an iterator over the batches, which the DataLoader requests from its workers ahead."""
+        # The DataLoader lives for all epochs, so that persistent workers do, and gets each epoch's requests by this.
         self._requests.coming = requests(epoch, micro_batches, seed if self._seeded else None, number)
         # What workers draw outside of samples differs between ranks.
         self._generator.manual_seed(derived_seed("workers", seed, number, epoch.plan.rank) >> 1)
@@ -74,7 +85,7 @@ class MapStyle:
 
 
 class _Requests:
-    """The batch sampler of the DataLoader."""
+    """The batch sampler of the DataLoader: yields the requests that were set for the coming epoch."""
 
     coming: Iterator[Request] = iter(())
 
@@ -83,19 +94,27 @@ class _Requests:
 
 
 def requests(epoch: Epoch, micro_batches: Iterable[MicroBatch], seed: int | None, number: int) -> Iterator[Request]:
-    """Yield a request for each micro-batch. If ``seed`` is None, samples are not seeded."""
+    """Yield a request for each micro-batch.
+
+    Args:
+        epoch: the plan and the order.
+        micro_batches: of this rank, from the plan.
+        seed: of the run; None if samples are not seeded.
+        number: of the epoch.
+    """
     plan = epoch.plan
     # A division looks samples up for each window anyway.
     for gathered in _gathered(micro_batches, _LOOK_UP if plan.division is None else 1):
-        positions = np.concatenate([one.positions(plan.part) for one in gathered])
+        positions = np.concatenate([micro_batch.positions(plan.part) for micro_batch in gathered])
         samples = epoch.order.take(positions)
         indices = samples.tolist()
         seeds = None
         if seed is not None:
+            # By its position if a sample may repeat, so that each repetition is augmented anew.
             seeds = sample_seeds(seed, number, samples, positions if epoch.repeats else None)
         begin = 0
-        for one in gathered:
-            part = slice(begin, begin := begin + max(1, one.count))
+        for micro_batch in gathered:
+            part = slice(begin, begin := begin + max(1, micro_batch.count))  # a stand-in has one sample
             yield Request(indices[part], seeds and seeds[part])
 
 
@@ -103,9 +122,9 @@ def _gathered(micro_batches: Iterable[MicroBatch], most: int) -> Iterator[Sequen
     """Yield micro-batches in groups of about ``most`` samples."""
     gathered: list[MicroBatch] = []
     samples = 0
-    for one in micro_batches:
-        gathered.append(one)
-        samples += max(1, one.count)
+    for micro_batch in micro_batches:
+        gathered.append(micro_batch)
+        samples += max(1, micro_batch.count)
         if samples >= most:
             yield gathered
             gathered, samples = [], 0

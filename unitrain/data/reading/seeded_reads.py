@@ -28,20 +28,26 @@ class SeededReads:
         self._idle: list[str] | None = None
 
     def read(self, dataset: Any, samples: Sequence[int], seeds: Sequence[int]) -> list[Any]:
-        """Return the samples, each read with generators seeded for it."""
-        while True:
+        """Return the samples, each read with generators seeded for it. The generators' states are not restored.
+
+        Args:
+            dataset: a map-style dataset, the same in every call.
+            samples: its indices to read.
+            seeds: a seed for each.
+        """
+        while True:  # twice at most for each generator, when a dataset begins to draw from it
             idle = {name: _GENERATORS[name] for name in self._idle or ()}
             for generator in idle.values():
                 generator.seed(_IDLE_SEED)
             drawn_from = [_GENERATORS[name].seed for name in _GENERATORS if name not in idle]
             read = []
             for sample, seed in zip(samples, seeds, strict=True):
-                for seed_one in drawn_from:
-                    seed_one(seed)
+                for seed_generator in drawn_from:
+                    seed_generator(seed)
                 seed_torch(seed)
                 read.append(dataset[sample])
             if self._idle is None:
-                self._idle = [name for name, one in _GENERATORS.items() if one.is_untouched(seeds[-1])]
+                self._idle = [name for name, generator in _GENERATORS.items() if generator.is_untouched(seeds[-1])]
                 return read
             self._idle = [name for name, generator in idle.items() if generator.is_untouched(_IDLE_SEED)]
             if len(self._idle) == len(idle):
@@ -53,7 +59,7 @@ class _Generator(NamedTuple):
     draw: Callable[[], float]
 
     def is_untouched(self, seed: int) -> bool:
-        """Return whether nobody has drawn a number since the generator was seeded. Changes its state."""
+        """Return whether no number was drawn since the generator was seeded with ``seed``. Changes its state."""
         drawn = self.draw()
         self.seed(seed)
         return drawn == self.draw()

@@ -1,4 +1,4 @@
-"""Makes what a loader reads from: this rank's part of a dataset, in batches."""
+"""Makes the source of a loader, which reads this rank's part of a dataset in batches."""
 
 from __future__ import annotations
 
@@ -28,13 +28,27 @@ def make_source(
     shares: tuple[int, ...],
     seed: int,
 ) -> Iterable | MapStyle:
-    """Return what reads this rank's part of a dataset, with the ranks' shares of the samples."""
+    """Return the source of a loader, which reads this rank's part of a dataset.
+
+    Args:
+        communicator: of this process.
+        config: the settings of the run.
+        local_world_size: number of processes on this host, which share its cores between their workers.
+        given: the arguments of the loader.
+        shares: each rank's share of the samples, in lowest terms.
+        seed: of the run.
+
+    Raises:
+        ConfigError: an argument does not go with the kind of the dataset, or with the number of ranks.
+        DataError: there would be no batches.
+    """
     ranks, dataset = communicator, given.dataset
     sharded = given.is_iterable and (is_sharded(dataset) if given.sharded is None else given.sharded)
     settings = with_defaults(
         given.passed_on, dataset, ranks.device, config,
         local_world_size=local_world_size, most_workers=1 if given.is_iterable and not sharded else 8,
     )  # fmt: skip
+    # Called by the reader, which seeds the generators before, and not by the DataLoader.
     collate = settings.pop("collate_fn", default_collate)
     if given.is_iterable:
         if sharded and config.shares is not None and ranks.world_size > 1:
@@ -60,6 +74,7 @@ def make_source(
 
 
 def _orders(given: LoaderSettings, ranks: Communicator, config: StrategyConfig, shares: tuple[int, ...]) -> Orders:
+    """Return the epochs of a map-style dataset."""
     samples = len(given.dataset)
     plan: Plan
     if given.batch_sampler is not None:
@@ -74,6 +89,7 @@ def _orders(given: LoaderSettings, ranks: Communicator, config: StrategyConfig, 
 def _epoch_plan(
     given: LoaderSettings, ranks: Communicator, config: StrategyConfig, shares: tuple[int, ...], samples: int
 ) -> EpochPlan:
+    """Return the plan of an epoch with batches of one size. The number of samples may not be known yet."""
     accumulate = given.micro_batches(shares, config.accumulate)
     per_step = given.samples_per_step(ranks.world_size, accumulate)
     plan = EpochPlan(samples, per_step, accumulate, ranks.rank, ranks.world_size, given.drop_last, shares=shares)
@@ -81,6 +97,7 @@ def _epoch_plan(
 
 
 def _check_batches(planned: EpochPlan | BatchPlan, given: LoaderSettings) -> None:
+    # At once, and not when a script has trained for nothing: an epoch of no steps raises no other error.
     if planned.steps:
         return
     if isinstance(planned, BatchPlan):

@@ -38,22 +38,23 @@ from unitrain.rng import SeparateGenerators, derived_seed, seed_generators
 
 
 class Piece(NamedTuple):
-    """A batch as yielded by a reader."""
+    """A batch that a worker has read."""
 
     micro_batch: MicroBatch | None
     """The micro-batch that the batch belongs to; None if the reader does not know it."""
     samples: int
     """Number of samples in the batch; 0 for a stand-in."""
     batch: Any
+    """The collated batch; None for a micro-batch without samples or stand-in."""
     first: int
-    """A digest of the stream's first sample."""
+    """A digest of the stream's first sample, by which ranks and workers notice that they read different data."""
     seeks: Sequence[Seek] = ()
     """Where the stream continues after the step."""
     beginnings: Sequence[Beginning] = ()
 
 
 class Turn(NamedTuple):
-    """The micro-batches of a turn, of which one rank has read its part."""
+    """One rank's part of the micro-batches of a turn."""
 
     number: int
     """See ``dealing.py``."""
@@ -65,7 +66,14 @@ class Turn(NamedTuple):
 
 
 class _Stream(IterableDataset[Any]):
-    """Base class of the two ways."""
+    """Base class of the two ways: the dataset of torch's DataLoader, which is copied into each worker.
+
+    Args:
+        dataset: the script's dataset.
+        plan: has the sizes of the steps, and this rank.
+        collate: makes a batch of a list of samples.
+        seeks: where a resumed epoch continues.
+    """
 
     def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate, seeks: Sequence[Seek] = ()) -> None:
         self._dataset = dataset
@@ -77,7 +85,10 @@ class _Stream(IterableDataset[Any]):
         self._position.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, seed: int, epoch: int, start: int) -> None:
-        """Set the position of the next iteration: an epoch, from its sample (if sharded, turn) ``start`` on."""
+        """Set the position of the next iteration: an epoch, from its sample (if sharded, turn) ``start`` on.
+
+        Called in the main process; workers see it in shared memory when their iteration begins.
+        """
         self._position[:] = torch.tensor([seed, epoch, start])
 
     def __iter__(self) -> Iterator[Any]:
@@ -86,14 +97,15 @@ class _Stream(IterableDataset[Any]):
             self._dataset.set_epoch(epoch)
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        its_seed = self._seed(seed, epoch, worker)
+        stream_seed = self._seed(seed, epoch, worker)
         if info is None:
-            generators: Callable[[], AbstractContextManager[None]] = SeparateGenerators(its_seed).in_use
+            generators: Callable[[], AbstractContextManager[None]] = SeparateGenerators(stream_seed).in_use
         else:  # a worker's generators serve nothing else
-            seed_generators(its_seed)
+            seed_generators(stream_seed)
             generators = nullcontext
         pieces = self._pieces(epoch, start, worker, workers)
         while True:
+            # Around each read alone: between two of them, the script draws from the same generators.
             with generators(), self._surroundings():
                 piece = next(pieces, _NOTHING)
             if piece is _NOTHING:
@@ -106,7 +118,7 @@ class _Stream(IterableDataset[Any]):
 
     @abstractmethod
     def _surroundings(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the dataset is read."""
+        """Return a context manager for reading the dataset: the surroundings in which it shards itself, or not."""
 
     @abstractmethod
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Any]:
@@ -116,8 +128,9 @@ class _Stream(IterableDataset[Any]):
 class WholeStream(_Stream):
     """Reads all samples and keeps this rank's part. With W workers, each yields every W-th micro-batch.
 
-    If the dataset has a state, its random numbers depend on the step. The states of ``seeks`` are the number of samples
-    before and the dataset's.
+    Every worker reads all samples as well, so more workers speed up collating only. If the dataset has a state, its
+    random numbers depend on the step. The states of ``seeks`` are pairs: the number of samples until there, and the
+    state of the dataset.
     """
 
     def _seed(self, seed: int, epoch: int, worker: int) -> int:
@@ -131,7 +144,7 @@ class WholeStream(_Stream):
         needed: Container[int] = range(plan.global_batch)
         if plan.division is None:  # the first sample of a micro-batch is the stand-in of a rank that has none of it
             full = plan.window(0, range(plan.global_batch), edges, 0, False)
-            needed = frozenset(i for one in full for i in (one.start, *one.positions(plan.part).tolist()))
+            needed = frozenset(i for part in full for i in (part.start, *part.positions(plan.part).tolist()))
         position, state = next((seek.state for seek in self._seeks if seek.state[0] <= start), (0, None))
         dataset, samples = opened(self._dataset, state)
         seeking = is_stateful(dataset)
@@ -143,12 +156,13 @@ class WholeStream(_Stream):
         first = sample_digest(first_sample)
         beginnings = [Beginning(0, 0, first)] if state is None else []
         remaining = chain((first_sample,), samples)
-        position += sum(1 for _ in islice(remaining, start - position))
+        position += sum(1 for _ in islice(remaining, start - position))  # consumed before: read again and dropped
         step, number, opening = position // plan.global_batch, 0, True
         while True:
             if seeking and not opening:
                 self._seed_from(position)
-            window = [one if i in needed else None for i, one in enumerate(islice(remaining, plan.global_batch))]
+            # Samples of other ranks are dropped at once: a window of all would need the memory of a global batch.
+            window = [sample if i in needed else None for i, sample in enumerate(islice(remaining, plan.global_batch))]
             size = len(window)
             if size == 0 or (size < plan.global_batch and plan.drop_last):
                 return
@@ -156,19 +170,28 @@ class WholeStream(_Stream):
             # Not after the end, where many begin anew from their state.
             state = state_of(dataset) if seeking and size == plan.global_batch else None
             seeks = [] if state is None else [Seek(0, 0, step, [position + size, state])]
-            for turn, one in enumerate(micro_batches, number):
+            for turn, micro_batch in enumerate(micro_batches, number):
                 if turn % workers == worker:
-                    batch = self._collate([window[i - position] for i in one.positions(plan.part)])
-                    yield Piece(one, one.count, batch, first, seeks, beginnings)
+                    batch = self._collate([window[i - position] for i in micro_batch.positions(plan.part)])
+                    yield Piece(micro_batch, micro_batch.count, batch, first, seeks, beginnings)
             position, step, number, opening = position + size, step + 1, number + len(micro_batches), False
 
     def _seed_from(self, position: int) -> None:
+        """Seed the generators for the step from ``position`` on: alike whether the epoch was resumed or not."""
         seed, epoch, _ = self._position.tolist()
         seed_generators(derived_seed("stream", seed, epoch, position))
 
 
 class ShardedStream(_Stream):
-    """Reads shards, as ``dealing`` deals them out. ``start`` is a turn. ``seeks`` tell where shards continue."""
+    """Reads the shards that ``dealing`` deals out to this rank. ``start`` is a turn.
+
+    Args:
+        dataset: the script's dataset.
+        plan: has the sizes of the steps, and this rank.
+        collate: makes a batch of a list of samples.
+        dealing: how the shards are dealt out.
+        seeks: where shards continue; those without one are read from their beginning.
+    """
 
     def __init__(
         self, dataset: Any, plan: EpochPlan, collate: Collate, dealing: Dealing, seeks: Sequence[Seek] = ()
@@ -192,28 +215,31 @@ class ShardedStream(_Stream):
             group: [reader(part, group, seek=seeks.get((part, group))) for part, _ in self._shares]
             for group in range(worker, groups, workers)
         }
-        first, sample, going_on = 0, None, bool(readers)
+        first, sample, has_more = 0, None, bool(readers)
         turns = self._turns(start, worker, workers)
-        while going_on:
+        while has_more:
             if (turn := next(turns)) is None:
                 yield None
                 continue
             kept: list[Any] = []
             current = readers[turn % groups]
-            for one, (_, own) in zip(current, self._shares, strict=True):
-                found = one.read(turn)
-                first = first or (sample_digest(found[0]) if found else 0)
-                sample = one.sample if sample is None or found else sample
-                kept += found[own]
+            for shard, (_, share) in zip(current, self._shares, strict=True):
+                samples = shard.read(turn)
+                first = first or (sample_digest(samples[0]) if samples else 0)
+                sample = shard.sample if sample is None or samples else sample
+                kept += samples[share]
             if sample is None:  # this group has ended; the first one has samples if any of this rank's has
                 sample = next(iter(reader(self._shares[0][0], 0).read(0)), None)
-            going_on = bool(kept) or not all(one.ended for group in readers.values() for one in group)
-            seeking = [one.seek for one in current if one.seek]
-            beginnings = [one.beginning for one in current if one.beginning]
+            has_more = bool(kept) or not all(shard.ended for group in readers.values() for shard in group)
+            seeking = [shard.seek for shard in current if shard.seek]
+            beginnings = [shard.beginning for shard in current if shard.beginning]
             yield Turn(turn, self._cut(kept, sample), first, seeking, beginnings)
 
     def _turns(self, start: int, worker: int, workers: int) -> Iterator[int | None]:
-        """Yield the turns of a worker from ``start`` on, or None, so that they arrive in order from all workers."""
+        """Yield the turns of a worker from ``start`` on, or None, so that they arrive in order from all workers.
+
+        A DataLoader takes from its workers in turn. If the groups don't divide evenly, some have nothing at times.
+        """
         groups = self._dealing.groups
         cycle = -(-groups // workers) * workers
         begin = start // groups * cycle + start % groups
@@ -227,6 +253,7 @@ class ShardedStream(_Stream):
         cuts = 1 if self._dealing.loose else self._plan.accumulate
         if self._dealing.loose and self._plan.drop_last and len(kept) < self._size:
             kept = []
+        # Cut by the size of a full turn, so that all ranks make the same micro-batches, however many samples they have.
         edges = [-(-i * self._size // cuts) for i in range(cuts + 1)]
         parts = [kept[begin:end] for begin, end in pairwise(edges)]
         empty = parts.index([]) if [] in parts and sample is not None else None

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,13 +31,22 @@ def with_defaults(
     local_world_size: int,
     most_workers: int,
 ) -> dict[str, Any]:
-    """Return settings of a DataLoader, with defaults for workers and pinned memory filled in."""
+    """Return settings of a DataLoader, with defaults for workers, their timeout and pinned memory filled in.
+
+    Args:
+        settings: keyword arguments that the script has passed; None counts as not passed.
+        dataset: the dataset.
+        device: the device of this rank.
+        config: has ``timeout_s`` and ``pin_memory``.
+        local_world_size: number of processes on this host.
+        most_workers: number of workers at most by default; 1 if each would read everything.
+    """
     filled = {name: value for name, value in settings.items() if value is not None}
     filled.setdefault("num_workers", default_workers(dataset, device, local_world_size, most_workers))
     if filled["num_workers"] > 0:
         # Less than the timeout of collectives: a rank with a hanging worker reports it before the others time out.
         filled.setdefault("timeout", config.timeout_s / 2)
-        filled["worker_init_fn"] = _Worker(filled.get("worker_init_fn"))
+        filled["worker_init_fn"] = partial(_prepare_worker, filled.get("worker_init_fn"))
     pinned = config.pin_memory
     if pinned is None:
         # Without workers, tensors may already be on the GPU, where they can't be pinned. And pinning would take this
@@ -46,23 +56,18 @@ def with_defaults(
     return filled
 
 
-class _Worker:
-    """The ``worker_init_fn`` of workers: makes them end with their parent process, then calls the user's function.
+def _prepare_worker(user_function: Callable[[int], None] | None, worker: int) -> None:
+    """Make this worker process end with its parent, then call the user's ``worker_init_fn``.
 
-    torch's workers check for their parent only between batches, so one that hangs in a sample would run forever. And
-    they would die of a signal that is sent to the whole job, on which the parent may save a checkpoint first: so
-    workers ignore such signals, and only the parent ends them.
+    torch calls this in the worker, before the first sample is read. torch's workers check for their parent only between
+    batches, so one that hangs in a sample would run forever. And they would die of a signal that is sent to the whole
+    job, on which the parent may save a checkpoint first: so workers ignore such signals, and only the parent ends them.
     """
-
-    def __init__(self, user_function: Callable[[int], None] | None) -> None:
-        self._user_function = user_function
-
-    def __call__(self, worker: int) -> None:
-        end_with_parent()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, _ignore)
-        if self._user_function is not None:
-            self._user_function(worker)
+    end_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, _ignore)
+    if user_function is not None:
+        user_function(worker)
 
 
 def _ignore(number: int, frame: object) -> None:
@@ -81,13 +86,15 @@ def default_workers(dataset: Any, device: torch.device, local_world_size: int, m
     On a GPU, it is this process's share of the host's cores minus one, at most ``most``. On a CPU, whose cores are
     needed for training, and for data in memory, it is 0.
     """
-    if device.type == "cpu" or _in_memory(dataset):
+    if device.type == "cpu" or _in_memory(dataset):  # sending a batch between processes takes longer than reading it
         return 0
+    # A process that was pinned to cores has these alone; otherwise all processes of the host see all of its cores.
     cores = min(usable_cores(), (os.cpu_count() or 1) // local_world_size)
     return max(0, min(cores - 1, most))
 
 
 def _in_memory(dataset: Any) -> bool:
+    """Return whether a dataset's samples are in memory already, so that workers gain nothing."""
     if isinstance(dataset, Subset):
         return _in_memory(dataset.dataset)
     return isinstance(dataset, (TensorDataset, list, tuple))
@@ -97,6 +104,12 @@ def with_deaths_explained(loader: DataLoader[T]) -> Iterator[T]:
     """Yield from a DataLoader, and raise a DataError with a remedy if workers die or time out.
 
     Exceptions of the dataset in a worker are raised unchanged, with the worker's traceback.
+
+    Args:
+        loader: the DataLoader, which starts its workers now unless they are persistent.
+
+    Raises:
+        DataError: a worker died, or returned no batch within the timeout.
     """
     batches = iter(loader)
     _kill_on_terminate(batches)
@@ -114,7 +127,7 @@ def with_deaths_explained(loader: DataLoader[T]) -> Iterator[T]:
 
 
 def _death(error: Exception, loader: DataLoader[Any]) -> str | None:
-    """Return what to say of an error of a DataLoader about its workers; None for an exception of the dataset."""
+    """Return a message for an error of a DataLoader about its workers; None for an exception of the dataset."""
     message = str(error)
     if message.startswith("DataLoader timed out"):
         return (

@@ -29,10 +29,11 @@ _NEUTRAL = {"dim_zero_sum", "dim_zero_max", "dim_zero_min"}
 def synchronise_metric(metric: M, strategy: unitrain.Strategy) -> M:
     """Make a torchmetrics ``Metric`` or ``MetricCollection`` synchronise on any backend, and return it.
 
-    Its value then covers the samples of all ranks, though some may have none. Stand-ins don't count.
+    Its value then covers the samples of all ranks, though some may have none. Stand-ins don't count. ``update`` stays
+    local, while ``compute`` (and ``forward`` with ``dist_sync_on_step``) gathers the states: call it on every rank.
 
     Args:
-        metric: the metric, once it is made.
+        metric: the metric, once it is made. It is changed in place, and moved to the device.
         strategy: the strategy of the run.
 
     Raises:
@@ -43,7 +44,7 @@ def synchronise_metric(metric: M, strategy: unitrain.Strategy) -> M:
     """
     # A wrapper, a composition and a collection hold metrics that are updated and synchronised one by one.
     modules: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
-    metrics = [one for one in modules if _is_metric(one)]
+    metrics = [module for module in modules if _is_metric(module)]
     if not metrics:
         raise UsageError(
             f"synchronise_metric() takes torchmetrics' metrics, not {type(metric).__name__}. For a mean, use "
@@ -76,14 +77,14 @@ def _synchronise(
         for name, state in _synchronised(self, communicator).items():
             setattr(self, name, state)
 
-    for one in metrics:
-        one.distributed_available_fn = lambda: communicator.world_size > 1
-        one._sync_dist = MethodType(synchronise_states, one)
-        _leave_stand_ins_out(one, current_batch)
-    for one in modules:
-        if isinstance(one, nn.ModuleDict) and hasattr(one, "compute_groups"):
+    for each in metrics:
+        each.distributed_available_fn = lambda: communicator.world_size > 1
+        each._sync_dist = MethodType(synchronise_states, each)
+        _leave_stand_ins_out(each, current_batch)
+    for module in modules:
+        if isinstance(module, nn.ModuleDict) and hasattr(module, "compute_groups"):
             # A MetricCollection, which groups metrics that its first update made equal.
-            one.update = _unless_stand_in(one.update, current_batch)  # type: ignore[method-assign]
+            module.update = _unless_stand_in(module.update, current_batch)  # type: ignore[method-assign]
     modules[0].to(communicator.device)
 
 
@@ -95,24 +96,27 @@ def _is_metric(module: Any) -> bool:
 
 
 def _leave_stand_ins_out(metric: Any, current_batch: CurrentBatch) -> None:
-    """Make ``update`` and ``forward`` such that the stand-in of a rank without samples changes no state."""
+    """Replace ``update`` and ``forward``, so that the stand-in of a rank without samples changes no state.
+
+    A ``forward`` still runs for a stand-in, since it may be collective; the states are put back afterwards.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         of_batch = type(self).forward
         if not current_batch.is_stand_in:
             return of_batch(self, *args, **kwargs)
-        inner = [one for one in self.modules() if _is_metric(one)]
-        before = copy.deepcopy([(one.metric_state, one.update_count) for one in inner])
+        inner = [module for module in self.modules() if _is_metric(module)]
+        saved = copy.deepcopy([(metric.metric_state, metric.update_count) for metric in inner])
         # If only this rank computes, it has nothing else to compute from.
         current_batch.is_stand_in = self.dist_sync_on_step
         try:
             return of_batch(self, *args, **kwargs)
         finally:
             current_batch.is_stand_in = True
-            for one, (states, updates) in zip(inner, before, strict=True):
+            for metric, (states, updates) in zip(inner, saved, strict=True):
                 for name, state in states.items():
-                    setattr(one, name, state)
-                one._update_count, one._computed = updates, None
+                    setattr(metric, name, state)
+                metric._update_count, metric._computed = updates, None
 
     def wrap_update(self: Any, update: Callable[..., None]) -> Callable[..., None]:
         return _unless_stand_in(type(self)._wrap_update(self, update), current_batch)
@@ -124,6 +128,8 @@ def _leave_stand_ins_out(metric: Any, current_batch: CurrentBatch) -> None:
 
 
 def _unless_stand_in(update: Callable[..., None], current_batch: CurrentBatch) -> Callable[..., None]:
+    """Return an ``update`` that does nothing for a stand-in."""
+
     def call(*args: Any, **kwargs: Any) -> None:
         if not current_batch.is_stand_in:
             update(*args, **kwargs)
@@ -145,19 +151,20 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
         for name in lists
         if getattr(reductions[name], "__name__", "") == "dim_zero_cat"
     }
-    forms = {name: (one.dtype, one.shape) for name, one in rows.items() if len(one)}
-    given = (forms, {name: states[name] for name in lists - rows.keys()}, _is_used(metric, states))
-    every = communicator.all_gather_object(given)
-    used = [rank for rank, (*_, is_used) in enumerate(every) if is_used] or list(range(len(every)))
+    forms = {name: (tensor.dtype, tensor.shape) for name, tensor in rows.items() if len(tensor)}
+    # One exchange of everything that ranks may have in another form. Tensors of one form follow, in collectives.
+    described = (forms, {name: states[name] for name in lists - rows.keys()}, _is_used(metric, states))
+    ranks = communicator.all_gather_object(described)
+    used = [rank for rank, (*_, is_used) in enumerate(ranks) if is_used] or list(range(len(ranks)))
     gathered: dict[str, Any] = {}
     for name, state in states.items():
         if name in rows:
-            gathered[name] = _gathered_rows(rows[name], [one.get(name) for one, *_ in every], communicator, name)
+            gathered[name] = _gathered_rows(rows[name], [form.get(name) for form, *_ in ranks], communicator, name)
             continue
         if name in lists:
             # One of each rank in turn, which is the order of the dataset.
-            turns = zip_longest(*([(item,) for item in items[name]] for _, items, _ in every), fillvalue=())
-            value: Any = [_moved(item, metric) for turn in turns for one in turn for item in one]
+            turns = zip_longest(*([(item,) for item in items[name]] for _, items, _ in ranks), fillvalue=())
+            value: Any = [_moved(item, metric) for turn in turns for entry in turn for item in entry]
         else:
             value = communicator.all_gather(state)
             if getattr(reductions[name], "__name__", "") not in _NEUTRAL:
@@ -167,7 +174,7 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
 
 
 def _is_used(metric: Any, states: dict[str, Any]) -> bool:
-    """Return whether a metric has seen a sample on this rank: its states are not what they are after a reset."""
+    """Return whether a metric has seen a sample on this rank, so that its states differ from those after a reset."""
     if metric.update_count:
         return True
     return not all(
@@ -179,13 +186,23 @@ def _is_used(metric: Any, states: dict[str, Any]) -> bool:
 def _gathered_rows(
     rows: Tensor, forms: Sequence[tuple[torch.dtype, torch.Size] | None], communicator: Communicator, name: str
 ) -> Tensor | list[Tensor]:
-    """Return the rows of all ranks. ``forms`` are dtype and shape on each rank; None on one without rows."""
+    """Return the rows of all ranks in the order of ranks; an empty list if no rank has any. Collective.
+
+    Args:
+        rows: of this rank, of shape (rows, ...). Ranks may have different numbers of them.
+        forms: dtype and shape on each rank; None for a rank without rows.
+        communicator: gathers the rows.
+        name: of the state, for messages.
+
+    Raises:
+        UsageError: rows differ between ranks in dtype or shape; on every rank.
+    """
     kinds = {(form[0], form[1][1:]) for form in forms if form}
     if not kinds:
         return []
     if len(kinds) > 1:
-        given = by_rank((rank, f"{form[0]}{list(form[1])}") for rank, form in enumerate(forms) if form)
-        raise UsageError(f"the state {name} of a metric has rows of different dtypes or shapes: {given}.")
+        described = by_rank((rank, f"{form[0]}{list(form[1])}") for rank, form in enumerate(forms) if form)
+        raise UsageError(f"the state {name} of a metric has rows of different dtypes or shapes: {described}.")
     if not len(rows):
         dtype, row = kinds.pop()
         rows = rows.new_empty((0, *row), dtype=dtype)
@@ -193,4 +210,5 @@ def _gathered_rows(
 
 
 def _moved(item: Any, metric: Any) -> Any:
+    # Objects arrive on the CPU, but the rows of this rank are on the metric's device.
     return item.to("cpu" if metric.compute_on_cpu else metric.device) if isinstance(item, Tensor) else item

@@ -1,4 +1,4 @@
-"""What is known of a window's losses and gradients being finite, to find the rank and the parameter that are not."""
+"""Records which losses and gradients of a window are finite, to find the rank and the parameter that are not."""
 
 from __future__ import annotations
 
@@ -41,10 +41,14 @@ class Evidence:
         self._hooks: list[Any] = []
         self._gradients: list[Tensor] = []
         self._keeps = True
-        self._nan: Tensor | None = None
+        self._nan: Tensor | None = None  # 0 or NaN, on the device: the host does not know which
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Keep the gradients of these trained parameters from now on, and no others."""
+        """Keep the gradients of these trained parameters from now on, and no others.
+
+        Args:
+            parameters: in the order of the optimizer, which is usually the order of the forward.
+        """
         self.close()
         if not self._all_gradients:
             small = (p for p in parameters if p.numel() <= _SMALL)
@@ -53,6 +57,7 @@ class Evidence:
         self._hooks = [self.leaf(p).register_hook(self._keep) for p in parameters]  # type: ignore[no-untyped-call]
 
     def _keep(self, gradient: Tensor) -> Tensor | None:
+        """Keep a gradient, before it is accumulated. Return another one in its place if it is to show the loss."""
         if self._keeps:
             self._gradients.append(gradient)
         return None if self._nan is None else gradient + self._nan.to(gradient.device, gradient.dtype)
@@ -66,6 +71,10 @@ class Evidence:
 
         If gradients are ``averaged``, the device adds NaN to those that are kept in the next backward unless the loss
         is finite, so that the averaged gradients show it to all ranks.
+
+        Args:
+            loss: a scalar on the device, detached.
+            averaged: whether gradients are averaged over the ranks in every step.
         """
         self.losses.append(loss)
         if averaged:
@@ -81,7 +90,7 @@ class Evidence:
             self._keeps = True
 
     def clear(self) -> None:
-        """Drop what was recorded."""
+        """Drop the records. A new window begins."""
         self._gradients.clear()
         self._nan = None
         self.loss_is_finite = True
@@ -103,5 +112,5 @@ class Evidence:
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Return whether all elements of a gradient are finite."""
+    """Return whether all elements of a gradient are finite. The host waits for the device."""
     return bool(plain_numbers(gradient).isfinite().all())

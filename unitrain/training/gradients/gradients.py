@@ -36,18 +36,19 @@ class _Bucket:
         self.views = []
         offset = 0
         for p in parameters:
-            # The gradient has its parameter's strides (channels_last, say), which optimizers' fast paths need.
+            # Its gradient has its parameter's strides (channels_last, say), which optimizers' fast paths need.
             dense = p.is_contiguous() or is_dense(p)
             stride = p.stride() if dense else torch.empty(p.size(), device="meta").stride()
             self.views.append(self.flat.as_strided(p.size(), stride, offset))
             offset += p.numel()
-        self.missing = len(parameters)
+        self.missing = len(parameters)  # gradients that the backward has not computed yet
         self.launched = False
         self.locally_unused: list[int] = []
         self.wire: Tensor | None = None
         self.wait: Wait | None = None
 
     def launch(self, collectives: Collectives, wire_dtype: torch.dtype | None) -> None:
+        """Start to reduce the bucket, with zeros for missing gradients. From then on, each ``grad`` is a view of it."""
         self.launched = True
         self.locally_unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
         self.used.fill_(1)
@@ -58,6 +59,7 @@ class _Bucket:
                 self.used[i].zero_()
             views = [v for v, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
         if gradients:
+            # One kernel for the whole bucket, and not one for each parameter.
             torch._foreach_copy_(views, gradients)
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
@@ -65,11 +67,12 @@ class _Bucket:
         self.wait = collectives.all_reduce_async(self.wire, "sum", self.name)
 
     def finish(self) -> None:
+        """Wait for the sum. Set ``grad`` to None where no rank has a gradient."""
         if self.wait is not None:
             self.wait()
         if self.wire is not None and self.wire is not self.real:
             self.real.copy_(self.wire)
-        if self.locally_unused:
+        if self.locally_unused:  # only then does the host wait for the device, to read the counts
             counts = self.used.tolist()
             for i in self.locally_unused:
                 if counts[i] == 0:
@@ -80,7 +83,8 @@ class _Bucket:
 class GradientReducer:
     """Sums the gradients of a fixed list of parameters over the ranks, overlapping backward.
 
-    It raises UsageError if a parameter gets two gradients in one backward, or a sparse gradient.
+    Hooks launch buckets in the thread that runs the backward, and the main thread waits for them in ``finish``. A
+    backward raises UsageError if a parameter gets two gradients in it, or a sparse gradient.
 
     Args:
         parameters: in the order of registration; backward computes their gradients in roughly the reverse order.
@@ -119,6 +123,8 @@ class GradientReducer:
         ]
 
     def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        """Return a hook that is called with a parameter of the bucket once its gradient has been accumulated."""
+
         def gradient_is_ready(parameter: Tensor) -> None:
             if not self._armed():
                 return
@@ -146,12 +152,15 @@ class GradientReducer:
         self._next += 1
 
     def start(self) -> None:
-        """Start to reduce the remaining buckets. Gradients must not change until ``finish`` has returned."""
+        """Start to reduce the remaining buckets. Gradients must not change until ``finish`` returns. Collective."""
         while self._next < len(self._buckets):
             self._launch_next()
 
     def finish(self) -> None:
-        """Reduce the remaining buckets and wait for all. Each ``grad`` is then the sum over the ranks, or None."""
+        """Reduce the remaining buckets and wait for all. Collective.
+
+        Each ``grad`` is then the sum over the ranks, or None if no rank has a gradient.
+        """
         self.start()
         with torch.no_grad():
             for bucket in self._buckets:
@@ -165,7 +174,11 @@ class GradientReducer:
 
 
 def _group(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[Parameter]]:
-    """Group the parameters, last first, into buckets of one dtype and device of about ``cap_bytes`` each."""
+    """Group the parameters, last first, into buckets of one dtype and device of about ``cap_bytes`` each.
+
+    Backward computes the gradients of the last layers first, so the first bucket is complete early. A parameter larger
+    than the cap ends its bucket.
+    """
     groups: list[list[Parameter]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}
     for p in reversed(parameters):
@@ -180,7 +193,7 @@ def _group(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[Paramet
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor fills one block of memory, in any order of its dimensions."""
+    """Return whether the tensor fills one block of memory, in any order of its dimensions, without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size == 1:

@@ -25,9 +25,14 @@ from unitrain.training.hooks import StepHook
 class GuardedStep(StepHook):
     """Clips gradients and steps an optimizer. Changes neither weights nor state if one is non-finite.
 
-    Elements are clamped to ``clip_value`` before the norm is computed. ``device`` is that of the first gradient.
-    ``forbids`` is given the norm of finite gradients before clipping, and returns whether there is to be no step. It is
-    asked only after ``measure``.
+    Elements are clamped to ``clip_value`` before the norm is computed.
+
+    Args:
+        device: the device of the flag and the norm, usually of all gradients.
+        clip_norm: the total 2-norm that gradients are scaled to if theirs is larger; None for no limit.
+        clip_value: the largest absolute value of an element; None for no limit.
+        forbids: given the norm of finite gradients before clipping, returns whether the step must not be made. It is
+            asked only after ``measure``, and must return the same on all ranks.
 
     Attributes:
         all_plain: whether torch's kernel may be given all gradients at once: they are dense, and on ``device``.
@@ -45,16 +50,18 @@ class GuardedStep(StepHook):
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._streams = streams_of(device)
         on_host = self._streams is None
-        self._found = torch.zeros((), dtype=torch.float32, device=device)
-        self._found_on_host = torch.zeros((), dtype=torch.float32, pin_memory=not on_host)
-        self._found_now = self._found.numpy().item if device.type == "cpu" else self._found.item  # numpy's is faster
-        self._one = torch.ones((), dtype=torch.float32, device=device)
+        # The flag, in the form of GradScaler's found_inf: 1 if a gradient is non-finite. Made once, as is its scale of
+        # 1, since fused optimizers and the kernel that checks take both by reference.
+        self._flag = torch.zeros((), dtype=torch.float32, device=device)
+        self._flag_on_host = torch.zeros((), dtype=torch.float32, pin_memory=not on_host)
+        self._read_flag = self._flag.numpy().item if device.type == "cpu" else self._flag.item  # numpy's is faster
+        self._unit_scale = torch.ones((), dtype=torch.float32, device=device)
         self.all_plain: bool = True
         self._refused: set[torch.dtype] = set()
         self.measure(for_verdicts=False)
 
     def measure(self, *, for_verdicts: bool) -> None:
-        """Ask ``forbids`` from now on, or not. Then the host needs the norm of the gradients in every step."""
+        """Ask ``forbids`` from now on, or not. If so, the host waits for the norm of the gradients in every step."""
         self._asks = for_verdicts
         self._takes_norm = self._clip_norm is not None or for_verdicts
         # Clamping makes infinite gradients finite, so they must be checked before it.
@@ -65,7 +72,7 @@ class GuardedStep(StepHook):
     def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
         """Find out whether all parameters are on ``device``."""
         # A kernel on another GPU than its flag's would write to memory that it may not have.
-        self.all_plain &= all(p.device == self._found.device for p in trained)
+        self.all_plain &= all(p.device == self._flag.device for p in trained)
 
     def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Return the gradients of the parameters that have one, as ``__call__`` takes them."""
@@ -79,6 +86,12 @@ class GuardedStep(StepHook):
         losses: Sequence[Tensor] = (),
     ) -> tuple[bool, Tensor | None]:
         """Step if all gradients and ``losses`` are finite.
+
+        Args:
+            optimizer: the optimizer.
+            parameters: all of its parameters.
+            gradients: as ``gradients`` returns them. Clipping changes them in place.
+            losses: scalars that the host has not read.
 
         Returns:
             Whether the optimizer stepped, and the norm of the gradients if it is computed and finite.
@@ -104,7 +117,16 @@ class GuardedStep(StepHook):
         return True, norm
 
     def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> Tensor | None:
-        """Clip finite gradients, and return their norm if it is computed. ``norm`` is not None if it is known."""
+        """Clip finite gradients in place, by value and then by norm.
+
+        Args:
+            parameters: of the optimizer.
+            gradients: of these parameters.
+            norm: of the gradients; None if it is not known, or is to be computed after clipping by value.
+
+        Returns:
+            The norm before it is clipped; None if it is not computed.
+        """
         if self._clip_value is not None and gradients:
             for same in [gradients] if self.all_plain else by_device(gradients):
                 _clamp(same, self._clip_value)
@@ -116,7 +138,7 @@ class GuardedStep(StepHook):
 
     def _norm(self, parameters: Iterable[Parameter], gradients: list[Tensor]) -> Tensor:
         """Return the 2-norm of all gradients together, on ``device``."""
-        return get_total_norm(gradients).to(self._found.device)
+        return get_total_norm(gradients).to(self._flag.device)
 
     def _scale(self, parameters: Iterable[Parameter], gradients: list[Tensor], limit: float, norm: Tensor) -> None:
         """Scale gradients of this norm to the norm ``limit``, if theirs is larger."""
@@ -125,9 +147,9 @@ class GuardedStep(StepHook):
     def _are_finite(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> bool:
         """Return whether all gradients and losses are finite. The host waits for the device."""
         self._check(gradients, losses)
-        if not self._found_now():
+        if not self._read_flag():
             return True
-        self._found.zero_()
+        self._flag.zero_()
         return False
 
     def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
@@ -136,7 +158,7 @@ class GuardedStep(StepHook):
             gradients = [*gradients, *losses]
         if self.all_plain:
             try:
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._flag, self._unit_scale)
             except RuntimeError:  # cheaper than checking the layout and the device of each gradient beforehand
                 self.all_plain = False
             else:
@@ -150,16 +172,17 @@ class GuardedStep(StepHook):
 
     def _check_plain(self, same: list[Tensor], device: torch.device, dtype: torch.dtype) -> None:
         """Check tensors of one device and dtype, which torch's kernel may not support: on a GPU, bfloat16."""
-        if device == self._found.device and dtype not in self._refused:
+        if device == self._flag.device and dtype not in self._refused:
             try:
-                torch._amp_foreach_non_finite_check_and_unscale_(same, self._found, self._one)
+                torch._amp_foreach_non_finite_check_and_unscale_(same, self._flag, self._unit_scale)
             except NotImplementedError:
                 self._refused.add(dtype)
             else:
                 return
+        # The largest absolute value of a tensor is non-finite if any element is: inf and NaN propagate.
         largest = torch.stack(torch._foreach_norm(same, math.inf))
-        found = largest.isfinite().all().logical_not().to(self._found.device)
-        torch.logical_or(self._found, found, out=self._found)
+        is_bad = largest.isfinite().all().logical_not().to(self._flag.device)
+        torch.logical_or(self._flag, is_bad, out=self._flag)
 
     def _step_flagged(
         self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor]
@@ -168,25 +191,26 @@ class GuardedStep(StepHook):
         norm = None
         if self._takes_norm:
             norm = self._norm(parameters, gradients)
-            torch.logical_not(_added(norm, losses).isfinite(), out=self._found)
+            torch.logical_not(_added(norm, losses).isfinite(), out=self._flag)
         else:
             self._check(gradients, losses)
-        self._found_on_host.copy_(self._found, non_blocking=True)
-        copied = self._streams and self._streams.current_stream(self._found.device).record_event()
+        # Copied before the step is queued, so that the host waits for the check alone, while the step's kernels run.
+        self._flag_on_host.copy_(self._flag, non_blocking=True)
+        copied = self._streams and self._streams.current_stream(self._flag.device).record_event()
         if self._clip_norm is not None and norm is not None:
             # Clipping by a norm of NaN would make every gradient NaN, and hide which was the first.
-            self._scale(parameters, gradients, self._clip_norm, torch.where(self._found > 0, 0.0, norm))
+            self._scale(parameters, gradients, self._clip_norm, torch.where(self._flag > 0, 0.0, norm))
         states = len(optimizer.state)
-        optimizer.found_inf = self._found  # type: ignore[attr-defined]
+        optimizer.found_inf = self._flag  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
             del optimizer.found_inf  # type: ignore[attr-defined]
         if copied is not None:
             copied.synchronize()
-        if not self._found_on_host.item():
+        if not self._flag_on_host.item():
             return True, norm
-        self._found.zero_()
+        self._flag.zero_()
         # A parameter's first step creates state, which the kernels may have left uninitialised: fused SGD's momentum.
         for parameter in list(optimizer.state)[states:]:
             del optimizer.state[parameter]
@@ -210,6 +234,7 @@ def _added(norm: Tensor, losses: Sequence[Tensor]) -> Tensor:
 
 
 def _clamp(gradients: list[Tensor], limit: float) -> None:
+    """Clamp every element to plus or minus ``limit``, in place."""
     try:
         torch._foreach_clamp_max_(gradients, limit)
         torch._foreach_clamp_min_(gradients, -limit)

@@ -27,15 +27,17 @@ class ShardedScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Return for each device whether a gradient is non-finite on any rank. ``unscale_`` calls this."""
+        """Return for each device whether a gradient is non-finite on any rank. ``unscale_`` calls this. Collective."""
+        # torch's method only reads the groups of the optimizer, so it can be given others, of local tensors.
         local: Any = SimpleNamespace(param_groups=[{"params": list(self._parts(optimizer))}])
-        found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
-        for flag in found.values():
+        flags = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
+        for flag in flags.values():
+            # A step that one rank skips, and its smaller scale, must be the same on all.
             self._collectives.all_reduce_async(flag, "max", "gradients.overflow")()
-        return found
+        return flags
 
     def _parts(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yield what this rank has of the parameters with gradients, and of the gradients."""
+        """Yield this rank's parts of the parameters with gradients; the ``grad`` of each is the gradient's part."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

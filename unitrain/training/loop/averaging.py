@@ -34,14 +34,14 @@ Finish = Callable[[bool], None]
 class Averaging(StepHook):
     """Averages no gradients: a process alone, or ranks that train apart for a while.
 
-    The step calls the methods in this order.
+    The step calls the methods in this order. All run in the main thread, and cost a single process one empty call each.
 
     Args:
-        unit: see below.
+        unit: as the attribute.
 
     Attributes:
         in_step: whether gradients are averaged over the ranks in every step, so that all ranks step, or none.
-        unit: what the sum of the gradients over the ranks is divided by; the weights of losses make up for it.
+        unit: divisor of the sum of the gradients over the ranks; the weights of losses make up for it.
     """
 
     place = 40
@@ -51,10 +51,16 @@ class Averaging(StepHook):
         self.unit: int = unit
 
     def expect(self, last: bool) -> None:
-        """Prepare for a forward and backward that end a window if ``last``. Some backends must know before."""
+        """Prepare for a forward and backward that end a window if ``last``. Some backends must know so early."""
 
     def begin(self, losses: Losses, windows: list[Window], last: bool) -> None:
-        """Prepare for the backward of these losses, which ends the windows if ``last``: then this is collective."""
+        """Prepare for the backward of these losses, which ends the windows if ``last``: then this is collective.
+
+        Args:
+            losses: the losses, weighed.
+            windows: of the optimizers whose parameters get gradients.
+            last: whether the backward ends the windows.
+        """
 
     def end(self, windows: list[Window], last: bool) -> None:
         """Record that the backward has ended."""
@@ -85,7 +91,11 @@ class _Progress:
 class GradientAveraging(Averaging):
     """Averages gradients in every backward that ends a window.
 
-    ``passes`` are what ``prepare`` changes of modules; more may be added.
+    Args:
+        communicator: of this process.
+        backend: averages gradients itself, or leaves them to the core's buckets.
+        config: the settings.
+        passes: changes that ``prepare`` makes to modules; the list may grow until the first step.
 
     Attributes:
         armed: whether the next backward communicates.
@@ -123,7 +133,10 @@ class GradientAveraging(Averaging):
         self._progress[optimizer].finishers = self.finishers(trained)
 
     def finishers(self, parameters: Sequence[Parameter]) -> list[Finish]:
-        """Return the functions that complete the averaging of these parameters' gradients, watched from now on."""
+        """Return the functions that complete the averaging of these parameters' gradients, watched from now on.
+
+        Parameters that are watched already keep their function, so a function may belong to others as well.
+        """
         new = [p for p in parameters if p not in self._finishers]
         if new:
             self._finishers.update(dict.fromkeys(new, self._backend.watch_gradients(new) or self._bucketed(new)))
@@ -144,7 +157,7 @@ class GradientAveraging(Averaging):
         return lambda late: reducer.finish()
 
     def expect(self, last: bool) -> None:
-        """Let the next backward communicate, or not. Some backends need this before the forward."""
+        """Let the next backward communicate if ``last``. Some backends need this before the forward."""
         if last != self.armed:
             self.armed = last
             self._backend.arm(last)
@@ -154,14 +167,14 @@ class GradientAveraging(Averaging):
         for window in windows:
             self._enter(window, last)
         self.expect(last)  # the core's buckets can still be armed here
-        self._pulse.phase = WAITING
+        self._pulse.phase = WAITING  # a rank whose backward never ends would be reported by it
         if not last:
             return
         if self._collectives.compares:
             several = f" of {len(losses.each)} losses" if len(losses.each) > 1 else ""
             names = " and ".join(window.name for window in windows)
             self._collectives.compare_calls(f"backward{several} for {names}")
-        if self._copies.pending and windows[0].micro_batch is None:
+        if self._copies.pending and windows[0].micro_batch is None:  # a loader shards, so there is nothing to check
             self._copies.compare(torch.stack([loss.detach() for loss in losses.each]))
 
     def _enter(self, window: Window, last: bool) -> None:
@@ -174,8 +187,8 @@ class GradientAveraging(Averaging):
             # These gradients have been summed over the ranks, and will be summed again.
             self.finish(window)
             gradients = [p.grad for p in window.parameters if p.grad is not None]
-            for same in by_device([self._sharding.to_local(gradient) for gradient in gradients]):
-                torch._foreach_mul_(same, 1 / self._collectives.world_size)
+            for together in by_device([self._sharding.to_local(gradient) for gradient in gradients]):
+                torch._foreach_mul_(together, 1 / self._collectives.world_size)
         # Without a loader, windows of several optimizers end at different times: a forward may be armed for another.
         crossing = window.micro_batch is None and self._accumulates and len(self._progress) > 1
         if last and (crossing or not first or not self.armed):
@@ -203,9 +216,9 @@ class GradientAveraging(Averaging):
 
 
 class Replicas:
-    """Whether the ranks' copies of a model are one model now. As it stands: after every step.
+    """Knows whether the ranks' copies of a model are one model now. This class says so after every step.
 
-    A feature that lets ranks train apart for a while replaces it.
+    A feature that lets ranks train apart for a while replaces it by a subclass.
 
     Attributes:
         differ: why the weights differ between ranks after a step, as a clause; "" if they never do.

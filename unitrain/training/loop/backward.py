@@ -20,7 +20,7 @@ from unitrain.training.loop.parts import run_parts
 from unitrain.training.loop.weights import Losses, LossScale, Weight, Weights
 from unitrain.training.loop.window import Window
 
-# By a part of torch's error.
+# By a part of torch's error, which says what autograd lacks, but not which line of the script is wrong.
 _CAUSES = {
     "backward through the graph a second time": (
         "backward was already called on this loss: step() calls it itself, so remove loss.backward(). Add losses that "
@@ -67,19 +67,24 @@ class Backward:
             last: whether this backward ends the windows.
             of_all: whether these are the windows of all optimizers, so that all leaves of the graph get gradients.
         """
+        # Not limited in the usual case, where all leaves of the graph belong to these windows anyway.
         inputs = None if of_all else self._leaves(losses, windows)
         if len(losses.each) > 1:
             run_parts(losses, windows, self._weights, self._scale, partial(self._run, windows, inputs), last=last)
             return
         loss = losses.each[0]
         weight = losses.weights[0] if losses.weights else share
-        start = None
+        start = None  # autograd then starts from 1, without a tensor
         if losses.weights or share != 1.0 or self._scale.scaler is not None:
             start = self._scale.start(loss, weight)
         self._run(windows, inputs, loss, start, weight)
 
     def _leaves(self, losses: Losses, windows: list[Window]) -> list[Tensor]:
-        """Return the leaves of the graph that a backward for some of the optimizers is limited to."""
+        """Return the leaves of the graph that a backward for some of the optimizers is limited to.
+
+        Raises:
+            UsageError: the graph has reentrant checkpointing, which can't be limited.
+        """
         if not all(window.optimizer in self._searched for window in windows):
             for loss in losses.each:
                 _refuse_reentrant_checkpointing(loss)
@@ -95,8 +100,18 @@ class Backward:
         weight: Weight,
         keep_graph: bool = False,
     ) -> None:
+        """Run the backward of one loss, such that its gradients show whether it is finite.
+
+        Args:
+            windows: record the loss.
+            inputs: leaves that get gradients; None for all.
+            loss: a scalar that requires grad.
+            start: the gradient that the backward starts from; None for 1.
+            weight: of the loss; with 0, it has no effect, even if it is NaN.
+            keep_graph: whether another backward goes through the same graph.
+        """
         if isinstance(weight, Tensor):
-            if not weight.is_cpu:
+            if not weight.is_cpu:  # the host does not wait to read it, so the device decides about zeros
                 with _replaced(windows, partial(_zero_unless_weighted, weight=weight)):
                     self._run_unread(windows, inputs, loss, start, keep_graph)
                 return
@@ -132,6 +147,7 @@ class Backward:
 
 
 def _differentiate(loss: Tensor, start: Tensor | None, inputs: Sequence[Tensor] | None, keep_graph: bool) -> None:
+    """Call torch's backward. Raise UsageError, with a remedy, for errors that a script can mend."""
     try:
         loss.backward(start, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -143,7 +159,10 @@ def _differentiate(loss: Tensor, start: Tensor | None, inputs: Sequence[Tensor] 
 
 @contextmanager
 def _replaced(windows: Sequence[Window], make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace every gradient of a backward in the block, before it is accumulated and averaged."""
+    """Replace every gradient of a backward in the block by ``make`` of it, before it is accumulated and averaged.
+
+    Hooks of leaves do this, so that gradients still arrive: buckets and DDP wait for each of them.
+    """
     with ExitStack() as stack:
         for window in windows:
             stack.enter_context(window.evidence.paused())

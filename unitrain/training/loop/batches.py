@@ -27,9 +27,9 @@ class OpenBatches:
     Attributes:
         current_batch: tells whether the batch that the script works on is a stand-in.
         micro_batch: the micro-batch that was yielded for training, or trained on, last; None without a loader.
-        position: how far the training has come in its data: the samples that were trained on, on all ranks, or left out
-            by the script, and ``ITERATION`` for each iteration. It only grows.
-        between_epochs: whether a training iteration has ended, and what follows it in the script is not done yet.
+        position: the progress of the training in its data: the number of samples that were trained on, on all ranks, or
+            left out by the script, and ``ITERATION`` for each iteration. It only grows.
+        between_epochs: whether a training iteration has ended, and the script may still evaluate or save after it.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class OpenBatches:
 
     @property
     def trained_loaders(self) -> list[object]:
-        """What stands for the loaders whose latest iterations were trained on."""
+        """The ``identity`` of each loader with a latest iteration that was trained on."""
         return [iteration.loader for iteration in self._begun if iteration.trained]
 
     @property
@@ -66,7 +66,7 @@ class OpenBatches:
         return bool(self._open) and self._open[0][1] is self._ended
 
     @property
-    def one_is_left_out(self) -> bool:
+    def has_left_out(self) -> bool:
         """Whether no backward has followed for a batch that was open when the last iteration ended."""
         return self._left_out or (self._awaited is not None and self._awaited in self._open)
 
@@ -75,17 +75,21 @@ class OpenBatches:
 
         Of the iteration before it over the same loader, a batch may still be open. If that has trained on none of its
         batches, it was no training, unless it had a single one.
+
+        Args:
+            iteration: the new iteration.
         """
         self._begun.add(iteration)
-        before = [its for _, its in self._open if its.loader is iteration.loader and not its.trained]
-        if len(before) > 1:
-            self._forget(before)
+        # One entry for each open batch of the earlier iteration.
+        untrained = [past for _, past in self._open if past.loader is iteration.loader and not past.trained]
+        if len(untrained) > 1:
+            self._forget(untrained)
 
     def take(self, micro_batch: MicroBatch, iteration: Iteration) -> None:
         """Record a batch that a loader yields for training."""
         if self._open:
             if len(self._open) >= _MOST_OPEN and not iteration.trained:
-                self._open.clear()
+                self._open.clear()  # a loop that only looks at data, in training mode, must not fill the memory
             else:
                 self._uneven = self._uneven or not _weigh_the_same(self._open[-1][0], micro_batch)
         self._open.append((micro_batch, iteration))
@@ -108,14 +112,17 @@ class OpenBatches:
             self._forget([iteration])
 
     def _forget(self, iterations: list[Iteration]) -> None:
-        for one in [one for one in self._open if one[1] in iterations]:
-            self._open.remove(one)  # in place: modules are empty when the interpreter exits
+        for batch in [batch for batch in self._open if batch[1] in iterations]:
+            self._open.remove(batch)  # in place: modules are empty when the interpreter exits
 
     def of_backward(self, *, weighted: bool) -> MicroBatch | None:
-        """Return the micro-batch of the backward that begins. It is not open any more; None without a loader.
+        """Return the micro-batch of the backward that begins, and close it; None without a loader.
 
-        UsageError is raised if the losses of several open batches weigh differently, unless the script gives the
-        weight.
+        Args:
+            weighted: whether the script gives the weight of its loss.
+
+        Raises:
+            UsageError: the losses of several open batches weigh differently, and the script gives no weight.
         """
         if not self._open:
             return self.micro_batch
@@ -135,18 +142,20 @@ class OpenBatches:
         iteration = self._open[0][1]
         if iteration.trained and len(self._open) <= iteration.open_at_once:
             return
-        of_loader = [one for one in self._open if one[1].loader is iteration.loader]
+        of_loader = [batch for batch in self._open if batch[1].loader is iteration.loader]
         if not iteration.trained:
             iteration.open_at_once = len(of_loader)
-        for one in of_loader[: len(of_loader) - iteration.open_at_once]:
-            self._left_out = self._left_out or one is self._awaited
-            self._close(one)
+        for batch in of_loader[: len(of_loader) - iteration.open_at_once]:
+            self._left_out = self._left_out or batch is self._awaited
+            self._close(batch)
 
-    def _close(self, one: tuple[MicroBatch, Iteration]) -> None:
-        self._train(*one)
-        self._open.remove(one)
+    def _close(self, batch: tuple[MicroBatch, Iteration]) -> None:
+        """Record a batch as trained on, although no backward was for it: its samples must not come again."""
+        self._train(*batch)
+        self._open.remove(batch)
 
     def _train(self, micro_batch: MicroBatch, iteration: Iteration) -> None:
+        """Move the position past a micro-batch, and past those before it that the script has left out."""
         if not iteration.trained:
             self.position += ITERATION
             iteration.reached = micro_batch.start
@@ -157,30 +166,32 @@ class OpenBatches:
     def _close_others(self, iteration: Iteration) -> None:
         """Close the first batch of each other loader: the loss is of one of each."""
         seen = {iteration.loader}
-        for one in list(self._open):
-            if one[1].loader not in seen:
-                seen.add(one[1].loader)
-                self._close(one)
+        for batch in list(self._open):
+            if batch[1].loader not in seen:
+                seen.add(batch[1].loader)
+                self._close(batch)
 
     def _check_weights(self, weighted: bool) -> None:
-        one = self._open[0][0]
-        for other, _ in self._open:
-            if not (_both_count(one, other) if weighted else _weigh_the_same(one, other)):
+        """Raise UsageError if another order of the open batches would give the loss another weight."""
+        first = self._open[0][0]
+        for later, _ in self._open:
+            if not (_both_count(first, later) if weighted else _weigh_the_same(first, later)):
                 raise UsageError(
                     f"several batches were taken from loaders before this backward, and it is not clear which one the "
-                    f"loss is of: {one.count} of {one.window} samples of a step are on this rank in one, {other.count} "
-                    f"of {other.window} in another. Call step() for each batch before taking the next one; or pass "
+                    f"loss is of: {first.count} of {first.window} samples of a step are on this rank in one, "
+                    f"{later.count} of {later.window} in another. Call step() for each batch before taking the next "
+                    "one; or pass "
                     "drop_last=True and batch sizes that are multiples of the number of processes (of the sum of their "
                     "shares); or pass weight= to step()."
                 )
         self._uneven = weighted
 
 
-def _weigh_the_same(one: MicroBatch, other: MicroBatch) -> bool:
+def _weigh_the_same(first: MicroBatch, later: MicroBatch) -> bool:
     """Return whether this rank's loss weighs the same for both micro-batches."""
-    return one.count * other.window == other.count * one.window
+    return first.count * later.window == later.count * first.window  # count / window, exactly
 
 
-def _both_count(one: MicroBatch, other: MicroBatch) -> bool:
+def _both_count(first: MicroBatch, later: MicroBatch) -> bool:
     """Return whether both are stand-ins, or neither is."""
-    return (not one.count) == (not other.count)
+    return (not first.count) == (not later.count)

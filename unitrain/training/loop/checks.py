@@ -1,4 +1,4 @@
-"""Checks of a script on several processes, for what would train other weights on each rank, or the same N times."""
+"""Checks a script on several processes for mistakes that train other weights on each rank, or the same N times."""
 
 from __future__ import annotations
 
@@ -44,10 +44,14 @@ class CopyCheck:
         self.pending: bool = True
 
     def compare(self, loss: Tensor) -> None:
-        """Compare one loss, and before the first the datasets of torch's DataLoaders. Collective."""
+        """Compare one loss, and before the first the datasets of torch's DataLoaders. Collective.
+
+        Args:
+            loss: a tensor of the same shape on every rank.
+        """
         if self._checks_left == _LOSSES:
-            first, *others = self._communicator.all_gather_data(_plainly_read())
-            if first and all(other == first for other in others):
+            datasets = self._communicator.all_gather_data(_plainly_read())
+            if datasets[0] and len(set(datasets)) == 1:
                 self.pending = False
                 self._warn(
                     f"each of {self._communicator.world_size} ranks trains on the whole dataset, by a torch DataLoader "
@@ -57,6 +61,7 @@ class CopyCheck:
                 )
                 return
         losses = self._communicator.all_gather(loss.detach().double())
+        # Several in a row, as one can be equal by chance: a constant loss, or the first of a model without dropout.
         equal = bool((losses == losses[0]).all())
         self._checks_left -= 1
         self.pending = equal and self._checks_left > 0
@@ -72,12 +77,15 @@ class CopyCheck:
 
 
 def _plainly_read() -> str:
-    """Return what is the same on all ranks if torch DataLoaders read the same dataset on each; "" without one."""
-    for one in gc.get_objects():
-        kind = type(one)
+    """Return a description of the dataset that a torch DataLoader reads now, the same on all ranks; "" without one.
+
+    The strategy is not told of the script's DataLoader, so its iterator is searched for among all objects.
+    """
+    for candidate in gc.get_objects():
+        kind = type(candidate)
         if getattr(kind, "__module__", "") != DataLoader.__module__ or not hasattr(kind, "__next__"):
             continue
-        for part in vars(one).values():
+        for part in vars(candidate).values():
             with suppress(Exception), generators_restored():  # a dataset may raise any exception
                 seed_generators(0)
                 if read := _read_as_a_whole(part):
@@ -86,11 +94,12 @@ def _plainly_read() -> str:
 
 
 def _read_as_a_whole(part: Any) -> str:
-    """Return what identifies the data that a part of a DataLoader's iterator reads; "" if it may shard them."""
+    """Return a description of the data that a part of a DataLoader's iterator reads; "" if it may shard them."""
     if isinstance(part, IterableDataset) and not type(part).__module__.startswith("unitrain."):
         stream = iter(part)
         return "" if stream is part else str(sample_digest(next(stream)))  # else the sample would be lost
     sampler: Any = part.sampler if type(part) is BatchSampler else part
+    # Exact classes: a subclass, as a sampler of the script's, may draw by rank.
     drawn = type(sampler) is RandomSampler and sampler.generator is None
     if drawn or type(sampler) is SequentialSampler:
         data = sampler.data_source
@@ -111,7 +120,11 @@ class SchedulerCheck:
         self._due = 0
 
     def look(self, scheduler: Any) -> None:
-        """Look at a scheduler before the strategy steps it."""
+        """Look at a scheduler before the strategy steps it.
+
+        Args:
+            scheduler: as it is passed to ``step``. ``last_epoch`` counts its steps, whoever makes them.
+        """
         count = getattr(scheduler, "last_epoch", 0)
         self.pending = not self._steps or (count > self._due and self._steps < _STEPS)
         if self._steps == _STEPS and count > self._due:
@@ -124,7 +137,12 @@ class SchedulerCheck:
 
 
 class ScriptChecks:
-    """Looks at what a script does, and warns of what is probably a mistake.
+    """Looks at the calls of a script, and warns of those that are probably mistakes. Most run in the first steps only.
+
+    Args:
+        communicator: of this process.
+        accumulate: number of micro-batches per step.
+        is_prepared: returns whether a parameter belongs to a prepared module.
 
     Attributes:
         direct: refuses steps that are not made by the strategy; None in one process.
@@ -139,7 +157,11 @@ class ScriptChecks:
         self.direct: DirectStepCheck | None = DirectStepCheck(is_prepared) if communicator.world_size > 1 else None
 
     def before_backward(self, losses: Losses) -> None:
-        """Refuse a backward after ``close``, and look at the losses of some steps."""
+        """Refuse a backward after ``close``, and look at the losses of some steps.
+
+        Raises:
+            UsageError: the strategy is closed: its collectives would never return.
+        """
         if self._collectives.closed:
             raise UsageError("backward() was called after strategy.close().")
         if self._pulse.step >= self._losses.next_step and self._is_main:
@@ -162,7 +184,7 @@ class ScriptChecks:
 
     def check_batches(self, batches: OpenBatches) -> None:
         """Look at whether all batches were trained on, at the end of a run."""
-        if batches.one_is_left_out and self._is_main:
+        if batches.has_left_out and self._is_main:
             call_site.warn(
                 "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
                 "epoch was left out, or the last one. The losses that followed were matched to the batch before "
@@ -178,6 +200,8 @@ class ScriptChecks:
 
 class DirectStepCheck(StepHook):
     """Refuses steps of optimizers of prepared parameters that are not made by the strategy.
+
+    A step pre-hook of all optimizers raises UsageError in ``optimizer.step()``.
 
     Attributes:
         allowed: whether the strategy is making a step.
@@ -204,6 +228,7 @@ class DirectStepCheck(StepHook):
         self.allowed = False
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Runs in each step of every optimizer, of other models too: these are looked at once.
         if self.allowed or optimizer in self._harmless:
             return
         if any(self._is_prepared(p) for group in optimizer.param_groups for p in group["params"]):

@@ -1,4 +1,4 @@
-"""Decides, once the gradients are known, whether a step is made, and what follows one that is not, on all ranks."""
+"""Decides, once the gradients are known, whether all ranks make a step, and how the run continues if they don't."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ class Verdict:
         """Continue after a step that this has forbidden, or raise ``Stopped`` to end the run."""
 
     def not_finite(self, window: Window) -> bool:
-        """Return whether this deals with a step with a non-finite loss or gradient, so that the run continues."""
+        """Return whether this deals with a step with a non-finite loss or gradient, so that the run continues.
+
+        Called on all ranks, before ``on_nonfinite`` is applied. The step is not made in any case.
+
+        Args:
+            window: of the optimizer, with its gradients.
+        """
         return False
 
 
@@ -50,9 +56,15 @@ class NonFinitePolicy:
         self._prepared = prepared
         self._policy = policy
 
-    def message(self, own: Findings, parameters: Sequence[Parameter], when: str) -> str:
-        """Return which ranks have a non-finite loss or gradient, and the first parameter. Collective."""
-        ranks = self._communicator.all_gather_data(own)
+    def message(self, findings: Findings, parameters: Sequence[Parameter], when: str) -> str:
+        """Return which ranks have a non-finite loss or gradient, and the first parameter. Collective.
+
+        Args:
+            findings: of this rank.
+            parameters: of the optimizer.
+            when: the place in the run, such as "at step 3".
+        """
+        ranks = self._communicator.all_gather_data(findings)
         bad_losses = [rank for rank, (is_good, _, _) in enumerate(ranks) if not is_good]
         bad_gradients = [rank for rank, (_, is_good, _) in enumerate(ranks) if not is_good]
         if bad_losses:
@@ -65,7 +77,12 @@ class NonFinitePolicy:
         return f"not finite {when}: {where}{named}."
 
     def findings(self, window: Window, *, averaged: bool) -> Findings:
-        """Return what is finite of a window with reduced gradients, over several ranks if ``averaged``."""
+        """Return which losses and gradients of a window are finite on this rank. The host waits for the device.
+
+        Args:
+            window: with reduced gradients.
+            averaged: whether they are averaged over the ranks in every step.
+        """
         # The local ones, before they were averaged, as far as they were kept.
         gradients = averaged and window.evidence.gradients_are_finite()
         return window.evidence.losses_are_finite(), gradients, self._first_bad(window.parameters)
@@ -78,7 +95,12 @@ class NonFinitePolicy:
         return None
 
     def handle(self, window: Window, when: str, *, averaged: bool) -> None:
-        """Skip the step, or end the run. All ranks call this at the same step."""
+        """Skip the step, or end the run. Collective: all ranks call this at the same step.
+
+        Raises:
+            NonFiniteError: under ``raise``.
+            Stopped: under ``stop``.
+        """
         message = self.message(self.findings(window, averaged=averaged), window.parameters, when)
         if self._policy != "skip":
             self.end(message)
@@ -127,19 +149,23 @@ class Judge:
         return bool(self._forbidding)
 
     def not_made(self, window: Window, norm: Tensor | None, number: int) -> None:
-        """Continue without a step, or end the run.
+        """Continue without a step, or end the run. Called on all ranks for the same step.
 
         Args:
             window: of the optimizer that has not stepped.
             norm: of its gradients, if they are finite, and a verdict has forbidden the step.
             number: of the step in the run.
+
+        Raises:
+            NonFiniteError: a gradient is non-finite, and ``on_nonfinite`` is raise.
+            Stopped: the run ends here, by ``on_nonfinite`` or a verdict.
         """
         if norm is not None:
             for verdict in self._forbidding:
                 verdict.forbidden()
         elif any(verdict.not_finite(window) for verdict in self._verdicts):
             return
-        elif not self._scale.handles_overflows:
+        elif not self._scale.handles_overflows:  # else a smaller scale may suffice: the step is skipped, as torch does
             self._nonfinite.handle(window, f"at step {number}", averaged=self._averaged)
 
 

@@ -15,9 +15,13 @@ from unitrain.training.models.prepared import PreparedModules
 
 
 class TrainingLoop:
-    """Receives the notifications of a strategy's loaders.
+    """Receives the notifications of a strategy's loaders: see ``LoopListener``, which it implements.
 
-    ``pass_boundary`` is called where the run can be stopped, and raises if it is to be stopped.
+    Args:
+        step: makes the steps.
+        prepared: the prepared modules.
+        pass_boundary: called where the run can be stopped; raises if it is to be stopped.
+        shards: whether parameters are sharded.
 
     Attributes:
         evaluating: whether an evaluation is in progress.
@@ -52,7 +56,11 @@ class TrainingLoop:
         return torch.is_grad_enabled() and not self.evaluating
 
     def follows(self) -> None:
-        """Record that what follows the previous training iteration is done, and check what is trained from now on."""
+        """Record that a script has finished with the previous training iteration, and check the prepared modules.
+
+        Raises:
+            UsageError: a prepared module has parameters that are trained and were not prepared.
+        """
         # Between a forward and its backward, the parameters of a sharded module are others; FSDP finds new ones itself.
         if self._step.averaging.in_step and not self._shards:
             self._prepared.check_modules()
@@ -63,7 +71,8 @@ class TrainingLoop:
     def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
         """Record the next batch of an iteration: all before it have been used. Return whether this rank is to get it.
 
-        The run may be stopped here.
+        Raises:
+            Stopped: the run is stopped at this boundary.
         """
         # Checked for each batch: an evaluation may begin and end within a training epoch.
         training = self.is_training()
@@ -101,7 +110,7 @@ class TrainingLoop:
     def _reach_boundary(self) -> bool:
         """Return whether this is between two steps, and call the hooks of a boundary if so.
 
-        It is not while the training has not finished the batches before this point.
+        It is not while an earlier batch is open, or in an accumulation window.
         """
         if self._step.within_window or self._batches.last_is_open:
             return False
@@ -120,7 +129,8 @@ class TrainingLoop:
     def gathers(self) -> None:
         """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.
 
-        UsageError is raised if such a rank can't know of this gather, because there was none before.
+        Raises:
+            UsageError: such a rank can't know of this gather, because there was none before, and would not take part.
         """
         for iteration in self._evaluations:
             assert iteration.micro_batch is not None

@@ -1,4 +1,4 @@
-"""Looks at how a loss was computed, for what is left over from a script without UniTrain and trains another model.
+"""Looks at how a loss was computed, to find leftovers of a script without UniTrain that would train another model.
 
 The graph of a loss shows its last operations, and torch documents that a node has the tensors saved for backward as
 attributes with the prefix ``_saved``. Only the losses of the steps 1, 2, 4, 8 ... are looked at, so that it costs
@@ -39,11 +39,19 @@ class LossCheck:
         self.next_step: int = 0
 
     def look(self, loss: Tensor, step: int, *, weighted: bool) -> None:
-        """Look at one loss. ``step`` is the number of steps before it; ``weighted``: the script gives its weight."""
+        """Look at one loss.
+
+        Args:
+            loss: with its graph.
+            step: number of steps before it.
+            weighted: whether the script gives its weight, which makes up for other sums.
+        """
         self.next_step = max(self.next_step, 1, 2 * step)
         message = ""
         with suppress(RuntimeError):  # a backward has freed the graph, as this one will say
-            message = self._leftover(loss) or ("" if weighted else self._sum(loss) or self._mean_over_some(loss))
+            message = self._leftover(loss)
+            if not message and not weighted and (self._world_size > 1 or self._accumulate > 1):
+                message = _sum(loss) or _mean_over_some(loss)
         if message:
             self.next_step = sys.maxsize
             call_site.warn(message)
@@ -53,49 +61,48 @@ class LossCheck:
         node: Any = loss.grad_fn
         if node is None or node.name() not in ("DivBackward0", "MulBackward0"):
             return ""
-        other, inner = node._saved_other, node.next_functions[0][0]
-        if not isinstance(other, Tensor) or other.dim() or other.requires_grad or inner is None or _adds(inner):
+        operand, inner = node._saved_other, node.next_functions[0][0]
+        if not isinstance(operand, Tensor) or operand.dim() or operand.requires_grad or inner is None or _adds(inner):
             return ""
-        factor, divides = float(other), node.name() == "DivBackward0"
+        factor, divides = float(operand), node.name() == "DivBackward0"
         divisor = factor if divides else 1 / factor if factor else 0.0
         if self._accumulate > 1 and divisor == self._accumulate:
-            what = f"divided by {self._accumulate}, the setting accumulate: UniTrain averages over micro-batches"
+            scaling = f"divided by {self._accumulate}, the setting accumulate: UniTrain averages over micro-batches"
         elif divides and self._world_size > 1 and divisor == self._world_size:
-            what = f"divided by {self._world_size}, the number of processes: UniTrain averages over processes"
-        elif not divides and other.dtype == torch.float32 and factor >= _SMALLEST_SCALE and factor.is_integer():
-            what = f'multiplied by {factor:.0f}, as by a GradScaler: with precision="fp16", UniTrain scales losses'
+            scaling = f"divided by {self._world_size}, the number of processes: UniTrain averages over processes"
+        elif not divides and operand.dtype == torch.float32 and factor >= _SMALLEST_SCALE and factor.is_integer():
+            scaling = f'multiplied by {factor:.0f}, as by a GradScaler: with precision="fp16", UniTrain scales losses'
         else:
             return ""
-        return f"the loss is {what} itself. Pass the mean loss of the batch."
+        return f"the loss is {scaling} itself. Pass the mean loss of the batch."
 
-    def _sum(self, loss: Tensor) -> str:
-        """Return a message if a function of torch sums over samples, and nothing divides, where that matters."""
-        if self._world_size > 1 or self._accumulate > 1:
-            for node in _nodes(loss, _UNSCALED):
-                if getattr(node, "_saved_reduction", 0) == _OF_SUM and node._saved_target.shape[:1].numel() > 1:
-                    return (
-                        "the loss is a sum over samples (reduction='sum'), and UniTrain averages over ranks and "
-                        "micro-batches: gradients shrink as these are added. Divide the loss by the number of samples."
-                    )
-        return ""
 
-    def _mean_over_some(self, loss: Tensor) -> str:
-        """Return a message if the loss's mean leaves targets out or weighs them, where that matters."""
-        if self._world_size == 1 and self._accumulate == 1:
-            return ""
-        for node in _nodes(loss, _PASSED):
-            if node.name() not in _MEANS or node._saved_reduction != _OF_MEAN:
-                continue
-            total, targets = float(node._saved_total_weight), node._saved_target.numel()
-            if total != targets:
-                why = "some have ignore_index" if node._saved_weight is None else "classes have weights"
-                return (
-                    f"the loss is a mean over {total:g}, where the batch has {targets} targets ({why}). Other ranks "
-                    "and micro-batches have other sums, so that the mean of their losses is not the mean over the "
-                    "global batch: pass weight= to step or backward, which is (labels != -100).sum() for ignored "
-                    "targets, and class_weights[labels].sum() for class weights."
-                )
-        return ""
+def _sum(loss: Tensor) -> str:
+    """Return a message if a function of torch sums over samples, and nothing divides."""
+    for node in _nodes(loss, _UNSCALED):
+        if getattr(node, "_saved_reduction", 0) == _OF_SUM and node._saved_target.shape[:1].numel() > 1:
+            return (
+                "the loss is a sum over samples (reduction='sum'), and UniTrain averages over ranks and micro-batches: "
+                "gradients shrink as these are added. Divide the loss by the number of samples."
+            )
+    return ""
+
+
+def _mean_over_some(loss: Tensor) -> str:
+    """Return a message if the loss's mean leaves targets out or weighs them."""
+    for node in _nodes(loss, _PASSED):
+        if node.name() not in _MEANS or node._saved_reduction != _OF_MEAN:
+            continue
+        total, targets = float(node._saved_total_weight), node._saved_target.numel()
+        if total != targets:
+            reason = "some have ignore_index" if node._saved_weight is None else "classes have weights"
+            return (
+                f"the loss is a mean over {total:g}, where the batch has {targets} targets ({reason}). Other ranks and "
+                "micro-batches have other sums, so that the mean of their losses is not the mean over the global "
+                "batch: pass weight= to step or backward, which is (labels != -100).sum() for ignored targets, and "
+                "class_weights[labels].sum() for class weights."
+            )
+    return ""
 
 
 def _adds(node: Any) -> bool:

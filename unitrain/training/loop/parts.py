@@ -55,13 +55,15 @@ def run_parts(
     for window in windows:
         window.put_back()
     shares = windows[0].total.shares(weights.vector(losses.weights))
-    same = (shares[-1] * weights.backwards(windows[0].micro_batches + 1) - 1).abs() < 1e-12
-    if same.is_cpu and not same:
+    # The last share is that of the checksum. Where all backwards passed the same one, it is 1 over their number. On a
+    # GPU, which the host does not wait for, NaN makes all gradients non-finite instead of the error.
+    agree = (shares[-1] * weights.backwards(windows[0].micro_batches + 1) - 1).abs() < 1e-12
+    if agree.is_cpu and not agree:
         raise UsageError(
             "the ranks, or the micro-batches of a window, pass different losses (by number or by name): pass all of "
             "them in each step, with weight 0 where there is nothing."
         )
-    loss = _weighted_mean(losses, torch.where(same, shares, math.nan))
+    loss = _weighted_mean(losses, torch.where(agree, shares, math.nan))
     run(loss, scale.start(loss, 1.0), 0.0 if all(map(_is_zero, losses.weights[: len(each)])) else 1.0)
 
 
@@ -87,10 +89,10 @@ def _let_zero_stay(loss: Tensor) -> None:
 
     def hook(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> Any:
         # It is linear in the gradients of the outputs, whichever loss they are of.
-        counts = [(gradient != 0).any() for gradient in outputs if gradient is not None]
-        some = torch.stack(counts).any() if counts else torch.tensor(True)
+        nonzero = [(gradient != 0).any() for gradient in outputs if gradient is not None]
+        counts = torch.stack(nonzero).any() if nonzero else torch.tensor(True)
         return tuple(
-            None if gradient is None else torch.where(some.to(gradient.device), gradient, 0) for gradient in inputs
+            None if gradient is None else torch.where(counts.to(gradient.device), gradient, 0) for gradient in inputs
         )
 
     nodes: list[Any] = [loss.grad_fn]

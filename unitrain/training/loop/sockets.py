@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from unitrain.communication.backend import Backend
@@ -20,18 +21,22 @@ from unitrain.training.state_parts import MakePart, States
 class WayBack(Protocol):
     """Keeps earlier states of the run, to which weights can go back while the training continues."""
 
-    def go_back(self, before: int) -> int | None:
-        """Put weights and optimizers back as they were after the newest step that is kept, up to ``before``.
+    def go_back(self, newest: int) -> int | None:
+        """Put weights and optimizers back as they were after the last kept step up to step ``newest``.
 
         The options of optimizers, such as the learning rate, stay. Collective; between two steps.
+
+        Args:
+            newest: number of a step.
 
         Returns:
             The step; None if none is kept that is so old.
         """
 
 
+@dataclass(eq=False)
 class Sockets:
-    """What a feature may use (the first six), and what it plugs into.
+    """The parts of a run that a feature may use (the first six), and those that it plugs into.
 
     Attributes:
         communicator: of this process.
@@ -51,30 +56,22 @@ class Sockets:
         goes_back: how many steps a feature wants to be able to go back, at least; 0 for none.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        backend: Backend,
-        prepared: PreparedModules,
-        config: StrategyConfig,
-        stopping: Stopping,
-    ) -> None:
-        self.communicator: Communicator = communicator
-        self.backend: Backend = backend
-        self.prepared: PreparedModules = prepared
-        self.config: StrategyConfig = config
-        self.stopping: Stopping = stopping
-        self.batches: OpenBatches = OpenBatches()
-        self.hooks: Hooks = Hooks()
-        self.passes: list[ModulePass] = []
-        self.averaging: Averaging = (
-            GradientAveraging(communicator, backend, config, self.passes)
-            if communicator.world_size > 1
-            else Averaging()
-        )
-        self.replicas: Replicas = Replicas()
-        self.verdicts: list[Verdict] = []
-        self.parts: list[MakePart] = []
-        self.states: States = States()
-        self.ways_back: list[WayBack] = []
-        self.goes_back: int = 0
+    communicator: Communicator
+    backend: Backend
+    prepared: PreparedModules
+    config: StrategyConfig
+    stopping: Stopping
+    batches: OpenBatches = field(default_factory=OpenBatches)
+    hooks: Hooks = field(default_factory=Hooks)
+    passes: list[ModulePass] = field(default_factory=list)
+    averaging: Averaging = field(default_factory=Averaging)
+    replicas: Replicas = field(default_factory=Replicas)
+    verdicts: list[Verdict] = field(default_factory=list)
+    parts: list[MakePart] = field(default_factory=list)
+    states: States = field(default_factory=States)
+    ways_back: list[WayBack] = field(default_factory=list)
+    goes_back: int = 0
+
+    def __post_init__(self) -> None:
+        if self.communicator.world_size > 1:
+            self.averaging = GradientAveraging(self.communicator, self.backend, self.config, self.passes)

@@ -51,13 +51,15 @@ class TrainingStep:
         scaler: scales losses under fp16.
         pass_boundary: called after a complete step; raises if the run is to be stopped.
 
+    A step is made by the script's thread, on all ranks in the same order: whatever is collective in it waits for them.
+
     Attributes:
-        hooks: what happens around a step.
+        hooks: are notified around a step.
         batches: the batches that loaders have yielded.
         averaging: averages gradients.
         replicas: whether the ranks have one model.
         windows: the accumulation window of each optimizer.
-        checks: of what the script does.
+        checks: look at the script's calls.
         scale: of losses, under fp16.
     """
 
@@ -141,7 +143,13 @@ class TrainingStep:
     # --------------------------------------------------------------------------------------------------- its callers
 
     def step(self, loss: ScriptLosses, optimizer: Optimizer, scheduler: Any, weight: ScriptWeights) -> StepResult:
-        """Run both halves for one optimizer."""
+        """Run both halves for one optimizer. See ``Strategy.step``.
+
+        Raises:
+            UsageError: the loss can't be trained on, or the call is not one that the loader's batches allow.
+            NonFiniteError: a loss or gradient is non-finite, and ``on_nonfinite`` is raise.
+            Stopped: the run ends at this step.
+        """
         if self.hooks.before_call:
             self.backward(loss, (optimizer,), weight=weight)
             return self.update(optimizer, scheduler)
@@ -156,12 +164,12 @@ class TrainingStep:
         sync: bool | None = None,
         weight: ScriptWeights = None,
     ) -> None:
-        """See ``Strategy.backward``. None means all prepared optimizers."""
+        """Run the first half. See ``Strategy.backward``. None means all prepared optimizers."""
         with self.hooks.call("backward"):
             self._backward(loss, optimizers, sync, weight)
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
-        """See ``Strategy.update``."""
+        """Run the second half, with the hooks of a call around it. See ``Strategy.update``."""
         if scheduler is not None:
             check_scheduler(scheduler)
         with self.hooks.call("update"):
@@ -178,19 +186,23 @@ class TrainingStep:
         return micro_batch.last if sync is None else sync
 
     def _judge_clip_and_step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
-        """Let the optimizer step, with the hooks around it. One call: a GPU may judge while the host continues."""
+        """Run the hooks, the guard and ``optimizer.step()``. A GPU may judge while the host continues.
+
+        Returns:
+            Whether the optimizer stepped, and the norm of the gradients if it is computed and finite.
+        """
         optimizer, parameters, evidence = window.optimizer, window.parameters, window.evidence
         stepped, norm = False, None
         try:
-            for before in self.hooks.before_update:
-                before(optimizer, parameters)
+            for begin in self.hooks.before_update:
+                begin(optimizer, parameters)
             if self.averaging.in_step:  # averaged gradients show every rank's loss
                 stepped, norm = self._guard(optimizer, parameters, gradients, ())
             elif evidence.loss_is_finite:
                 # No NaN was added to a gradient: the guard checks the losses as well.
                 stepped, norm = self._guard(optimizer, parameters, gradients, evidence.losses)
-            for after in self.hooks.after_update:
-                after(optimizer, parameters, stepped)
+            for end in self.hooks.after_update:
+                end(optimizer, parameters, stepped)
         except BaseException:
             for failed in self.hooks.after_error:
                 failed(optimizer)
@@ -202,13 +214,14 @@ class TrainingStep:
         try:
             self._judge.not_made(window, norm, self._pulse.step + 1)
         except BaseException:
-            for other in self.windows:
-                if other.last:  # they share the loss
-                    other.clear()
+            for complete in self.windows:
+                if complete.last:  # they share the loss
+                    complete.clear()
             self._update_scale()
             raise
 
     def _count(self, window: Window) -> None:
+        """Count the step, whether or not it changed weights: every rank has come as far."""
         self._pulse.step += 1
         if self.scale.scaler is not None:
             self._update_scale()
@@ -228,7 +241,7 @@ class TrainingStep:
         scheduler.step()
 
     def _end_step(self) -> None:
-        """Run what waits for the end of all open windows, and pass the boundary, if the ranks have one model."""
+        """If the ranks have one model, run the actions that wait for the end of all windows, and pass the boundary."""
         if not self.replicas.end_step():
             return
         if self._at_window_end and not self.windows.any_open:
@@ -253,7 +266,7 @@ class TrainingStep:
         self._pulse.step = number
 
     def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that were recorded."""
+        """Return the optimizers that were prepared or stepped, in this order on all ranks."""
         return [window.optimizer for window in self.windows]
 
     @property
@@ -262,7 +275,11 @@ class TrainingStep:
         return self.windows.any_open or self.replicas.is_open
 
     def at_window_end(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once, after the step that ends all open windows, when the ranks have one model."""
+        """Call ``action`` once, after the step that ends all open windows, when the ranks have one model.
+
+        Args:
+            action: called by the main thread, before the boundary is passed. It may be collective.
+        """
         self._at_window_end.append(action)
 
     def expect_next(self, window: Window | None = None) -> None:
@@ -306,7 +323,7 @@ class TrainingStep:
 
 
 def _guard(communicator: Communicator, config: StrategyConfig, forbids: Callable[[float], bool]) -> GuardedStep:
-    given = config.clip_norm, config.clip_value, forbids
+    limits = config.clip_norm, config.clip_value, forbids
     if communicator.sharding.of_parameters:
-        return ShardedGuardedStep(communicator, *given)
-    return GuardedStep(communicator.device, *given)
+        return ShardedGuardedStep(communicator, *limits)
+    return GuardedStep(communicator.device, *limits)

@@ -39,7 +39,15 @@ class Losses(NamedTuple):
 
     @classmethod
     def of(cls, loss: Any, weight: Any) -> Losses:
-        """Return the losses that a script passes. Named ones are sorted, as ranks may have them in another order."""
+        """Return the losses that a script passes. Named ones are sorted, as ranks may have them in another order.
+
+        Args:
+            loss: a tensor, or a list or dict of tensors.
+            weight: None, or a weight for each loss, in a container of the same kind.
+
+        Raises:
+            UsageError: a loss can't be trained on, or weights do not match the losses.
+        """
         if weight is None and (isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping))):
             return cls([checked(loss)], [])
         losses, weights, names = loss, weight, []
@@ -59,6 +67,8 @@ class Losses(NamedTuple):
                 "both in lists of the same length, or both in dicts with the same keys. Add losses that are means over "
                 "the same number, and pass their sum."
             )
+        # Zeros up to one length, and the checksum last: ranks with other losses then still take part in the same sum,
+        # and notice the difference in its result.
         rest = [0.0] * (-len(losses) % _SAME_LENGTH) + [1.0 + crc32(repr([names, len(losses)]).encode())]
         return cls([checked(loss) for loss in losses], [*weights, *(rest if len(losses) > 1 else ())])
 
@@ -69,7 +79,11 @@ class Losses(NamedTuple):
 
 
 def checked(loss: Tensor) -> Tensor:
-    """Return a loss as a tensor without dimensions. UsageError says why it can't be trained on."""
+    """Return a loss as a tensor without dimensions.
+
+    Raises:
+        UsageError: it is no tensor, no scalar or does not require grad.
+    """
     if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
         return loss
     if not isinstance(loss, Tensor):
@@ -84,6 +98,7 @@ def checked(loss: Tensor) -> Tensor:
 
 
 def _described(value: Any) -> str:
+    """Return the kind of a loss or weight for a message."""
     if isinstance(value, Mapping):
         return f"a dict with {', '.join(map(repr, value)) or 'nothing'}"
     if isinstance(value, Sequence) or (isinstance(value, Tensor) and value.dim()):
@@ -92,7 +107,13 @@ def _described(value: Any) -> str:
 
 
 class Weights:
-    """Weighs losses. ``unit`` is that of the ``Averaging``."""
+    """Weighs losses, by the numbers of samples that loaders know, or by the script's weights.
+
+    Args:
+        communicator: sums weights over the ranks.
+        accumulate: number of micro-batches in a window without a loader.
+        unit: the divisor of gradients in the ``Averaging``.
+    """
 
     def __init__(self, communicator: Communicator, accumulate: int, unit: int) -> None:
         self._communicator = communicator
@@ -102,10 +123,15 @@ class Weights:
         self._uncounted = unit / (communicator.world_size * accumulate)
 
     def weigh(self, losses: Losses, micro_batch: MicroBatch | None) -> tuple[Losses, Weight | None, float]:
-        """Return the losses of a micro-batch, with weight 0 if it has no samples, and what they weigh.
+        """Weigh the losses of a micro-batch. Not collective.
 
-        That is the weight that the script gives, or several as a vector; and, without any, the share of this rank's
-        loss in the mean of its window.
+        Args:
+            losses: the losses.
+            micro_batch: None without a loader.
+
+        Returns:
+            The losses, with weight 0 if the micro-batch has no samples; the weight that the script gives, several as a
+            vector, or None; and, without weights, the share of this rank's loss in the mean of its window.
         """
         if not losses.weights:
             share = self._uncounted if micro_batch is None else micro_batch.count * self._unit / micro_batch.window
@@ -120,7 +146,11 @@ class Weights:
         return torch.stack([self.as_tensor(weight) for weight in weights])
 
     def total(self, name: str) -> Total:
-        """Return what sums the weights of a window."""
+        """Return the sum of the weights of a window, which is empty yet.
+
+        Args:
+            name: of the window, the same on all ranks.
+        """
         return Total(self._communicator, self.as_tensor, self._unit, f"weight of {name}")
 
     def backwards(self, micro_batches: int) -> float:
@@ -162,7 +192,11 @@ class Total:
             self._sum()
 
     def shares(self, weight: Weight) -> Tensor:
-        """Return a weight divided by the total of the window, on all ranks, which this waits for."""
+        """Return a weight times ``unit``, divided by the total over all ranks, for which it waits. Collective.
+
+        Args:
+            weight: a number, or a vector of one for each loss.
+        """
         assert self.weight is not None
         self._sum()
         if self._wait is not None:
@@ -172,6 +206,7 @@ class Total:
         return torch.where(torch.isfinite(share), share, 0.0)  # all weights are 0: so are the gradients
 
     def _sum(self) -> None:
+        """Start the sum over the ranks, once. It overlaps the backward."""
         if self._communicator.world_size > 1 and self.weight is not None and self._wait is None:
             self._wait = self._communicator.collectives.all_reduce_async(self.weight, "sum", self._name)
 
@@ -194,7 +229,13 @@ class LossScale:
         return self.scaler is not None and self.scaler.get_scale() > 1.0
 
     def start(self, loss: Tensor, weight: Weight) -> Tensor:
-        """Return the gradient that a backward starts from, with the dtype and device of the loss."""
+        """Return the gradient that a backward starts from, with the dtype and device of the loss.
+
+        Args:
+            loss: a scalar.
+            weight: of the loss in the mean of its window. Tensors of the usual weights are cached, since making one
+                takes as long as many operations of a small model.
+        """
         if isinstance(weight, Tensor):
             start = weight.detach().to(loss.device, loss.dtype).reshape(())
         else:

@@ -1,8 +1,9 @@
-"""The accumulation windows: what each optimizer trains, and what its backwards have accumulated since its last step."""
+"""Accumulation windows: the parameters that each optimizer trains, and the backwards since its last step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import is_
 
 import torch
@@ -20,48 +21,47 @@ from unitrain.training.loop.weights import Total, Weight
 from unitrain.training.models.prepared import PreparedModules
 
 
+@dataclass(eq=False, slots=True)
 class Window:
-    """The accumulation window of one optimizer: what it trains, and what was accumulated since its last step.
+    """The accumulation window of one optimizer: its parameters, and the micro-batches since its last step.
 
-    Only its methods write to it. Its name is unique among optimizers, and the same on all ranks.
+    Only its methods write to it.
 
     Attributes:
+        optimizer: the optimizer.
+        name: its name in messages and collectives, unique among optimizers, and the same on all ranks.
+        evidence: records which losses and gradients are finite.
+        total: the sum of the weights of the losses.
+        drop: drops the gradients of parameters.
+        groups: number of parameter groups.
         parameters: of the optimizer.
         trained: those that require gradients.
-        groups: number of parameter groups.
         micro_batch: of the last backward; None without a loader.
         micro_batches: number of those completed by ``update``.
         last: whether the last backward ends the window; None if the current micro-batch had none yet.
-        total: of the weights of the losses.
-        evidence: of what is finite.
         witness: a gradient, its parameter and its version, to notice changes.
     """
 
-    __slots__ = (
-        "drop", "evidence", "groups", "last", "micro_batch", "micro_batches", "name", "optimizer", "parameters",
-        "total", "trained", "witness",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        evidence: Evidence,
-        total: Total,
-        drop: Callable[[Sequence[Parameter]], None],
-    ) -> None:
-        self.optimizer: Optimizer = optimizer
-        self.name: str = name
-        self.evidence: Evidence = evidence
-        self.total: Total = total
-        self.drop: Callable[[Sequence[Parameter]], None] = drop
-        self.groups: int = 0
-        self.parameters: list[Parameter] = []
-        self.trained: list[Parameter] = []
-        self.clear()
+    optimizer: Optimizer
+    name: str
+    evidence: Evidence
+    total: Total
+    drop: Callable[[Sequence[Parameter]], None]
+    groups: int = 0
+    parameters: list[Parameter] = field(default_factory=list)
+    trained: list[Parameter] = field(default_factory=list)
+    micro_batch: MicroBatch | None = None
+    micro_batches: int = 0
+    last: bool | None = None
+    witness: tuple[Parameter, Tensor, int] | None = None
 
     def watch(self, parameters: list[Parameter], trained: list[Parameter]) -> None:
-        """Accumulate for these parameters of the optimizer from now on."""
+        """Accumulate for these parameters of the optimizer from now on.
+
+        Args:
+            parameters: all of the optimizer's.
+            trained: those that require gradients.
+        """
         self.groups = len(self.optimizer.param_groups)
         self.parameters = parameters
         known = set(map(id, self.trained))
@@ -74,10 +74,10 @@ class Window:
         self.evidence.clear()
         if self.total.weight is not None:
             self.total.clear()
-        self.micro_batch: MicroBatch | None = None
-        self.micro_batches: int = 0
-        self.last: bool | None = None
-        self.witness: tuple[Parameter, Tensor, int] | None = None
+        self.micro_batch = None
+        self.micro_batches = 0
+        self.last = None
+        self.witness = None
 
     @property
     def is_open(self) -> bool:
@@ -85,7 +85,16 @@ class Window:
         return self.micro_batches > 0 or self.last is not None
 
     def enter(self, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
-        """Add a loss of a micro-batch, which ends the window if ``last``, if it belongs here; its backward follows."""
+        """Add a loss of a micro-batch, which ends the window if ``last``. Its backward follows.
+
+        Args:
+            micro_batch: None without a loader.
+            weight: that the script gives; several as a vector, or None.
+            last: whether the backward ends the window.
+
+        Raises:
+            UsageError: the micro-batch does not follow the previous one, or was weighed in another way.
+        """
         if micro_batch is not None and self.last is None:
             self._check_order(micro_batch)
         if self.micro_batches or self.last is not None:
@@ -112,18 +121,23 @@ class Window:
         return False
 
     def rescale(self, gradients: list[Tensor], accumulate: int) -> None:
-        """Turn what was accumulated into the gradients of the window's mean loss, if its shares were not known."""
+        """Turn the sum of gradients into the gradients of the window's mean loss, if its shares were not known.
+
+        Args:
+            gradients: of the parameters, averaged over the ranks; changed in place.
+            accumulate: number of micro-batches that each backward took the window to have.
+        """
         if self.total.weight is not None:
             factor = self.total.shares(1.0)
             if factor.dim():
                 return  # the backward knew the total
             for dtype in {gradient.dtype for gradient in gradients}:
-                for same in by_device(g for g in gradients if g.dtype == dtype):
-                    torch._foreach_mul_(same, factor.to(same[0].device, dtype))
+                for together in by_device(g for g in gradients if g.dtype == dtype):
+                    torch._foreach_mul_(together, factor.to(together[0].device, dtype))
         elif self.micro_batch is None and self.micro_batches != accumulate:
             # A window ended early by sync=True: each backward was scaled by 1 / accumulate.
-            for same in by_device(gradients):
-                torch._foreach_mul_(same, accumulate / self.micro_batches)
+            for together in by_device(gradients):
+                torch._foreach_mul_(together, accumulate / self.micro_batches)
 
     @torch.no_grad()
     def set_aside(self, number: int) -> None:
@@ -195,6 +209,7 @@ class Window:
             previous = None
         follows = micro_batch.first if previous is None else micro_batch.start == previous.stop
         if not follows or (previous is None and self.micro_batches > 0):
+            # Its samples would count as trained on, and the shares of the others would not add up to 1.
             raise UsageError(
                 f"step() was not called for a micro-batch before this one (step {micro_batch.step} of the epoch): call "
                 "it for every batch that the loader yields. To leave a batch out, multiply its loss by 0."
@@ -248,7 +263,11 @@ class Windows:
         return any(window.is_open for window in self._windows.values())
 
     def of_update(self, optimizer: Optimizer) -> Window:
-        """Return the window of an optimizer that had a backward. UsageError if the script has changed gradients."""
+        """Return the window of an optimizer that had a backward.
+
+        Raises:
+            UsageError: it had none, or the script has changed gradients since.
+        """
         window = self._windows.get(optimizer)
         if window is None or window.last is None:
             raise UsageError("update() was called without a backward() before it.")
@@ -257,7 +276,11 @@ class Windows:
         return window
 
     def register(self, optimizer: Optimizer) -> Window:
-        """Return the window of an optimizer, a new one if there was none."""
+        """Return the window of an optimizer, a new one for an unknown optimizer, of which the hooks are told.
+
+        Raises:
+            UsageError: this is no torch optimizer.
+        """
         window = self._windows.get(optimizer)
         if window is None:
             if not isinstance(optimizer, Optimizer):
@@ -271,9 +294,11 @@ class Windows:
         return window
 
     def of(self, optimizers: Sequence[Optimizer] | None) -> list[Window]:
-        """Return the windows of optimizers, with their parameters of now. None means all that are registered.
+        """Return the windows of optimizers, with their present parameters. None means all that are registered.
 
-        UsageError is raised if the script has changed gradients since the last backward.
+        Raises:
+            UsageError: the script has changed gradients since the last backward, or an optimizer has parameters of no
+                prepared module, or none is registered.
         """
         if optimizers is None:
             if not self._windows:
@@ -281,11 +306,7 @@ class Windows:
                     "backward() was called without an optimizer, and none was prepared: pass one to either."
                 )
             return [self._watched(window) for window in self._windows.values()]
-        windows = []
-        for optimizer in optimizers:
-            window = self._windows.get(optimizer)
-            windows.append(self._watched(self.register(optimizer) if window is None else window))
-        return windows
+        return [self._watched(self._windows.get(optimizer) or self.register(optimizer)) for optimizer in optimizers]
 
     def _check_gradients(self, window: Window) -> None:
         # With several optimizers, DDP moves gradients of one into its buckets during a backward for another.
@@ -307,6 +328,7 @@ class Windows:
         return window
 
     def _watch(self, window: Window, trained: list[Parameter]) -> None:
+        """Tell everyone who keeps something for each parameter that an optimizer trains others now."""
         parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
         self._prepared.check(parameters)
         if self._averaged:

@@ -47,9 +47,9 @@ class BufferSync(StepHook):
         self._prepared = prepared
         self._changes = CountReduction(communicator, "max", "changed buffers")
         self._modules: set[nn.Module] = set()
-        self._slots: list[_Slot] = []
-        self._seen: list[tuple[Tensor, int]] = []
-        self._moving: list[_Slot] = []
+        self._slots: list[_Slot] = []  # all buffers that are watched
+        self._seen: list[tuple[Tensor, int]] = []  # the tensor of each after the last step, and its version
+        self._moving: list[_Slot] = []  # those that a forward has changed on some rank
         self._agreed: Callable[[], list[int]] | None = None
         self._waits = False  # in the second step of a module
 
@@ -59,32 +59,34 @@ class BufferSync(StepHook):
         new = self._new_slots()
         if not self._slots and not new:
             return
-        if self._agreed is not None:
-            self._add_moving(self._agreed())
-            self._agreed = None
-        now = [slot.tensor for slot in self._slots]
-        if now:
-            changed = [one is not seen or one._version != v for one, (seen, v) in zip(now, self._seen, strict=True)]
+        self._settle()
+        tensors = [slot.tensor for slot in self._slots]
+        if tensors:
+            pairs = zip(tensors, self._seen, strict=True)
+            changed = [tensor is not seen or tensor._version != version for tensor, (seen, version) in pairs]
             self._agreed = self._changes.start(changed)
-            if self._waits:
-                self._add_moving(self._agreed())
-                self._agreed = None
+            if self._waits or new:  # before the list of buffers grows, which the ranks have agreed on
+                self._settle()
         self._slots += new
         self._waits = bool(new)
         buffers = [slot.tensor for slot in self._moving + new]
         broadcast_tensors(self._communicator, buffers, buffers)
-        now += [slot.tensor for slot in new]
-        self._seen = [(one, one._version) for one in now]
+        tensors += [slot.tensor for slot in new]
+        self._seen = [(tensor, tensor._version) for tensor in tensors]  # after the broadcast, which changes versions
 
     def _new_slots(self) -> list[_Slot]:
-        """Return the buffers of modules that were prepared since the last step."""
+        """Return the buffers of modules that were prepared since the last step. Ranks may have other values of them."""
         new = [module for module in self._prepared if module not in self._modules]
         self._modules.update(new)
         return [slot for module in new for slot in _slots(module)]
 
-    def _add_moving(self, changed: list[int]) -> None:
-        known = set(self._moving)
-        self._moving += [slot for slot, moved in zip(self._slots, changed, strict=True) if moved and slot not in known]
+    def _settle(self) -> None:
+        """Wait until the ranks know which buffers have changed on any of them. These are broadcast from now on."""
+        if self._agreed is not None:
+            known = set(self._moving)
+            pairs = zip(self._slots, self._agreed(), strict=True)
+            self._moving += [slot for slot, moved in pairs if moved and slot not in known]
+            self._agreed = None
 
 
 def _slots(module: nn.Module) -> Iterator[_Slot]:

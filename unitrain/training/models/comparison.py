@@ -33,7 +33,13 @@ def check_optimizers(
 ) -> None:
     """Raise CommunicationError on every rank if an optimizer's class or parameter groups differ. Collective.
 
-    With ``options``, the options of the groups are compared as well as their parameters.
+    Names of parameters are compared in their order, which optimizers count their state by.
+
+    Args:
+        communicator: of this process.
+        prepared: knows the names of parameters.
+        optimizer: the optimizer.
+        options: compare the options of the groups (learning rate, momentum) as well.
     """
     facts = {"the class": type(optimizer).__name__}
     for i, group in enumerate(optimizer.param_groups):
@@ -47,7 +53,7 @@ def check_optimizers(
 
 
 def _plain(value: Any) -> str:
-    """Return a text that is the same for the same option on every rank."""
+    """Return a text that is the same for the same option on every rank: no address, as a repr may have one."""
     if isinstance(value, Tensor):
         return str(value.tolist())  # of a learning rate for a compiled step, say
     if isinstance(value, (list, tuple)):
@@ -55,7 +61,8 @@ def _plain(value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
-def _check(communicator: Communicator, facts: Mapping[str, str], what: str, remedy: str) -> None:
-    found = difference_between_ranks(communicator, facts)
-    if found is not None:
-        raise CommunicationError(f"the {what} of the ranks differ: {found[0]} is {found[1]}. {remedy}")
+def _check(communicator: Communicator, facts: Mapping[str, str], kind: str, remedy: str) -> None:
+    """Raise CommunicationError with the first fact that differs. Ranks send a hash first, and facts if it differs."""
+    difference = difference_between_ranks(communicator, facts)
+    if difference is not None:
+        raise CommunicationError(f"the {kind} of the ranks differ: {difference[0]} is {difference[1]}. {remedy}")

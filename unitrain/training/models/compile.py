@@ -13,6 +13,10 @@ def compile_in_place(module: nn.Module, config: StrategyConfig) -> None:
     The module and its state dict keys stay the same, unlike with ``torch.compile(module)``, and deep copies of it are
     not compiled. A module that the script has compiled is left as it is. DDP's wrapper comes later: torch then splits
     the graph where DDP's buckets end, so that gradients are averaged while the backward of earlier layers runs.
+
+    Args:
+        module: the module, with its hooks.
+        config: has ``compile``, true or a mode.
     """
     if is_compiled(module):
         return

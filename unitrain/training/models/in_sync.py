@@ -29,7 +29,13 @@ _FACTOR = 6364136223846793005  # odd; of a linear congruential generator (Knuth)
 
 
 class InSyncCheck(StepHook):
-    """Checks all prepared models, and the options of all optimizers, at the end of each training epoch."""
+    """Checks all prepared models, and the options of all optimizers, at the end of each training epoch.
+
+    Args:
+        communicator: of this process.
+        prepared: the prepared modules.
+        optimizers: returns the optimizers of the run, in the same order on all ranks.
+    """
 
     def __init__(
         self, communicator: Communicator, prepared: PreparedModules, optimizers: Callable[[], list[Optimizer]]
@@ -49,21 +55,32 @@ class InSyncCheck(StepHook):
 
 @torch.no_grad()
 def check_in_sync(communicator: Communicator, module: nn.Module, tolerance: float = 0.0) -> None:
-    """See ``Strategy.check_in_sync``. Tensors that differ by at most ``tolerance`` of their maximum get a warning."""
+    """Check that all ranks have the same parameters and buffers. See ``Strategy.check_in_sync``. Collective.
+
+    Sharded tensors, and the statistics of BatchNorm layers that are not synchronised, are left out.
+
+    Args:
+        communicator: of this process.
+        module: the original module, without wrappers.
+        tolerance: largest difference, as a part of a tensor's maximum, that is a warning instead of an error.
+
+    Raises:
+        CommunicationError: a tensor differs; on every rank.
+    """
     local = [f"{name}.{key}" if name else key for name, layer in module.named_modules() if is_unsynchronised(layer)
              for key, _ in layer.named_buffers()]  # fmt: skip
     named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers())
              if n not in set(local) and not communicator.sharding.is_sharded(t)]  # fmt: skip
     if communicator.world_size == 1 or not named:
         return
-    ours = torch.stack([_checksum(tensor).to(communicator.device) for _, tensor in named])
-    everyone = communicator.all_gather(ours).cpu()
+    checksums = torch.stack([_checksum(tensor).to(communicator.device) for _, tensor in named])
+    of_ranks = communicator.all_gather(checksums).cpu()  # of shape (ranks, tensors)
     rounded = ""
-    differing = (everyone != everyone[0]).any(dim=0).tolist()
+    differing = (of_ranks != of_ranks[0]).any(dim=0).tolist()
     for i, (name, tensor) in enumerate(named):
         if not differing[i]:
             continue
-        ranks = [rank for rank in range(1, communicator.world_size) if everyone[rank, i] != everyone[0, i]]
+        ranks = [rank for rank in range(1, communicator.world_size) if of_ranks[rank, i] != of_ranks[0, i]]
         text = f"{name} {tuple(tensor.shape)} of rank {', '.join(map(str, ranks))} is not that of rank 0"
         if tolerance and _distance(communicator, tensor) <= tolerance:
             rounded = text
@@ -78,9 +95,9 @@ def check_in_sync(communicator: Communicator, module: nn.Module, tolerance: floa
 
 def _distance(communicator: Communicator, tensor: Tensor) -> float:
     """Return the largest difference of any rank's tensor to rank 0's, relative to its largest element. Collective."""
-    own = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().to(communicator.device).double()
-    expected = communicator.broadcast(own)
-    largest = (own - expected).abs().max() / expected.abs().max()
+    values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().to(communicator.device).double()
+    expected = communicator.broadcast(values)
+    largest = (values - expected).abs().max() / expected.abs().max()
     return float(communicator.all_gather(largest).nan_to_num(math.inf).max())
 
 

@@ -16,8 +16,8 @@ from unitrain.module_copy import add_hooks, without_memory
 from unitrain.rng import derived_seed, generators_restored, seed_generators
 
 Initialise = Callable[[nn.Module], object] | bool
-"""What initialises tensors on the meta device: a function that is called with each module after ``reset_parameters``;
-True: ``reset_parameters`` alone; False: nothing, as they are loaded."""
+"""Initialises tensors on the meta device: a function that is called with each module after ``reset_parameters``; True:
+``reset_parameters`` alone; False: nothing, as they are loaded."""
 _RESETS = ("reset_parameters", "_reset_parameters")  # the second one belongs to torch's attention and Transformer
 _REMEDY = (
     "Give the module a reset_parameters() that sets it, or pass prepare(..., initialise=function), which is called "
@@ -29,7 +29,19 @@ class Values:
     """Where the values of a model's tensors come from, if rank 0 or another rank has some of them on the meta device.
 
     A tensor that rank 0 has in memory is sent to the other ranks. The others are initialised by each rank with the
-    same seed, or are NaN until they are loaded. If a tensor would never have a value, every rank raises a UsageError.
+    same seed, or are NaN until they are loaded.
+
+    Args:
+        communicator: of this process. Making an object is collective.
+        module: the original module, whose tensors have no memory yet.
+        initialise: as ``strategy.prepare`` takes it.
+        seed: of the initial values, the same on all ranks.
+
+    Attributes:
+        unknown: names of the tensors that have no values until they are loaded.
+
+    Raises:
+        UsageError: a tensor would never have a value; on every rank.
     """
 
     def __init__(self, communicator: Communicator, module: nn.Module, initialise: Initialise, seed: int) -> None:
@@ -54,15 +66,23 @@ class Values:
 
     @classmethod
     def of(cls, communicator: Communicator, module: nn.Module, initialise: Initialise, seed: int) -> Values | None:
-        """Return where values come from, or None if all ranks have all tensors in memory. Collective."""
-        own = any(tensor.is_meta for _, tensor in _named(module))
-        needed = any(communicator.all_gather_data(own))
+        """Return the source of values, or None if all ranks have all tensors in memory. Collective."""
+        has_meta = any(tensor.is_meta for _, tensor in _named(module))
+        needed = any(communicator.all_gather_data(has_meta))
         return cls(communicator, module, initialise, seed) if needed else None
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
-        """Give the tensors of a model in memory their values, one module after the other. Collective."""
+        """Give the tensors of a model in memory their values, one module after the other. Collective.
+
+        Args:
+            module: the module, with memory on this rank's device, perhaps sharded.
+
+        Raises:
+            UsageError: nothing initialises a tensor, or initialising it fails.
+        """
         tensors = dict(_named(module))
+        # Rather NaN than what the memory held: a weight that is never loaded then shows up in the first loss.
         for name in self.unknown:
             part = self._communicator.sharding.to_local(tensors[name])
             part.fill_(torch.nan if part.is_floating_point() or part.is_complex() else 0)
@@ -74,6 +94,8 @@ class Values:
 
 class _Initialiser:
     """Draws the values of a model's parameters, a module at a time: the same for any number of ranks and any backend.
+
+    So a model needs the memory of one module on the host, and of this rank's part of it on the device.
 
     A module's own parameters are in memory while it and the modules that contain it are initialised, in this order; all
     others are on the meta device, where nothing is drawn. ``function`` is called after each ``reset_parameters``.
@@ -87,36 +109,46 @@ class _Initialiser:
     def values(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and buffers with their values, on the CPU. Raise UsageError if nothing initialises one."""
         for path, layer in list(self._skeleton.named_modules()):
-            own = {name: tensor for name, tensor in _named(layer, prefix=path, recurse=False) if name in names}
-            for name, tensor in own.items():
+            empty = {name: tensor for name, tensor in _named(layer, prefix=path, recurse=False) if name in names}
+            for name, tensor in empty.items():
                 setattr(layer, name.rpartition(".")[2], _in_memory(tensor, "cpu"))
-            if own:
-                yield from self._initialised(path, layer, own)
-            for name, tensor in own.items():
-                setattr(layer, name.rpartition(".")[2], tensor)
+            if empty:
+                yield from self._initialised(path, layer, empty)
+            for name, tensor in empty.items():
+                setattr(layer, name.rpartition(".")[2], tensor)  # frees the memory of the values
 
-    def _initialised(self, path: str, layer: nn.Module, own: Collection[str]) -> list[tuple[str, Tensor]]:
-        found = {name: getattr(layer, name.rpartition(".")[2]).detach() for name in own}
+    def _initialised(self, path: str, layer: nn.Module, names: Collection[str]) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a layer with their values, drawn by it and the modules that contain it.
+
+        Args:
+            path: name of the layer in the model; "" for the model itself.
+            layer: the layer, with its tensors in memory.
+            names: of its tensors, in the model.
+        """
+        values = {name: getattr(layer, name.rpartition(".")[2]).detach() for name in names}
+        # NaN, or for ints the version, shows afterwards which tensors nothing has written.
         versions = {}
-        for name, value in found.items():
+        for name, value in values.items():
             if value.is_floating_point() or value.is_complex():
                 value.fill_(torch.nan)
             versions[name] = value._version
         parts = path.split(".") if path else []
         with generators_restored():
+            # From the layer outwards, as constructors run: an outer module may overwrite the values of its layers.
             for length in range(len(parts), -1, -1):
                 around = ".".join(parts[:length])
                 seed_generators(derived_seed(self._seed, path, around))
                 self._initialise(around, path)
-        for name in own:
+        for name in names:
             value = getattr(layer, name.rpartition(".")[2]).detach()
             is_number = value.is_floating_point() or value.is_complex()
             if value.isnan().any() if is_number else value._version == versions[name]:
                 raise UsageError(f"prepare() can't initialise {name} of a {type(layer).__name__}. {_REMEDY}")
-            found[name] = value
-        return list(found.items())
+            values[name] = value
+        return list(values.items())
 
     def _initialise(self, around: str, path: str) -> None:
+        """Let the module named ``around`` initialise the tensors in memory, those of the layer at ``path``."""
         module = self._skeleton.get_submodule(around)
         calls = [getattr(module, name) for name in _RESETS if hasattr(module, name)][:1]
         if self._function is not None:
@@ -142,9 +174,9 @@ class WithoutWeights:
         ]
 
     def _refuse(self, module: nn.Module, args: Any) -> None:
-        some = ", ".join(sorted(self._names)[:3])
+        examples = ", ".join(sorted(self._names)[:3])
         raise UsageError(
-            f"the model was built on the meta device, and {len(self._names)} of its weights ({some}, ...) have no "
+            f"the model was built on the meta device, and {len(self._names)} of its weights ({examples}, ...) have no "
             "values: load them before the model is called (a file of weights, or resume a checkpoint), or pass "
             "initialise=True or a function to prepare()."
         )
@@ -160,7 +192,13 @@ class WithoutWeights:
 
 
 def give_memory(module: nn.Module, device: torch.device, only: Collection[Tensor] | None = None) -> None:
-    """Replace tensors of a module on the meta device by tensors in memory, without values. Tied ones stay tied."""
+    """Replace tensors of a module on the meta device by tensors in memory, without values. Tied ones stay tied.
+
+    Args:
+        module: the module, changed in place.
+        device: where the memory is.
+        only: the tensors to replace; None for all.
+    """
     made: dict[Tensor, Tensor] = {}
     for layer in module.modules():
         for name, tensor in list(_named(layer, recurse=False, remove_duplicate=False)):
@@ -175,7 +213,7 @@ def _in_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
     if not isinstance(tensor, Parameter):
         return new
     parameter = Parameter(new, tensor.requires_grad)
-    vars(parameter).update(vars(tensor))
+    vars(parameter).update(vars(tensor))  # attributes that scripts set, such as a flag for weight decay
     add_hooks(parameter, of=tensor)
     return parameter
 

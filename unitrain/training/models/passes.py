@@ -1,4 +1,4 @@
-"""``ModulePass``: what ``prepare`` changes of a module, beside its device and its wrapper."""
+"""``ModulePass``: a change that ``prepare`` makes to modules, beside their device and their wrapper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class ModulePass:
-    """Changes the modules that ``prepare`` is given, in place. A subclass overrides what it needs.
+    """Changes the modules that ``prepare`` is given, in place. A subclass overrides the methods that it needs.
 
     A module is on its device by then. Its values are not yet those of rank 0, and neither the compiler nor the backend
     has wrapped it.

@@ -29,6 +29,10 @@ class _AutocastForward:
 
     ``torch.compile`` can't trace a context that one function enters and another leaves: both functions are excluded
     from tracing, and the code between them is compiled.
+
+    Args:
+        device_types: types of the devices that the forward runs on; autocast is enabled for each.
+        dtype: bfloat16 or float16.
     """
 
     def __init__(self, device_types: tuple[str, ...], dtype: torch.dtype) -> None:
@@ -39,6 +43,7 @@ class _AutocastForward:
         self._leave = torch.compiler.disable(self._leave_untraced)  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[type[_AutocastForward], tuple[tuple[str, ...], torch.dtype]]:
+        # A copy or pickle of a module copies its hooks, but neither thread-local storage nor disabled functions.
         return _AutocastForward, self._arguments
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -81,10 +86,16 @@ def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, A
 class Precision(ModulePass):
     """The precision of a run: fp32, fp64, or float32 weights with autocast to bf16 or fp16.
 
-    ``sharded`` is the communicator if each rank has a part of every parameter.
+    Args:
+        name: the setting.
+        device: the device of this rank.
+        sharded: the communicator if each rank has a part of every parameter; else None.
 
     Attributes:
         scaler: the GradScaler of fp16, else None.
+
+    Raises:
+        ConfigError: the device has no float64, for fp64.
     """
 
     place = 40
@@ -106,13 +117,14 @@ class Precision(ModulePass):
     def _device_types(self, module: nn.Module) -> tuple[str, ...]:
         """Return the types of the devices that a forward runs on, where the script has put its layers."""
         spread = devices_of(module)
-        of_layers = [one.type for one in spread if len(spread) > 1 and is_autocast_available(one.type)]
+        of_layers = [device.type for device in spread if len(spread) > 1 and is_autocast_available(device.type)]
         return tuple(dict.fromkeys([self._device_type, *of_layers]))
 
     def apply(self, module: nn.Module) -> None:
         """Make the module's forward compute in this precision, in any thread."""
         handles = hook_handles(module)
         if self._dtype is not None:
+            # First before the forward, and called even if that raises: no other hook runs outside of autocast.
             autocast = _AutocastForward(self._device_types(module), self._dtype)
             handles.append(module.register_forward_pre_hook(autocast.enter, prepend=True))
             handles.append(module.register_forward_hook(autocast.leave, always_call=True))

@@ -29,8 +29,15 @@ from unitrain.training.models.prepared import PreparedModules
 class Preparation:
     """Implements ``prepare`` of a strategy.
 
-    ``register`` is called with each optimizer. The backend wraps modules if ``wraps``: it averages their gradients, or
-    there is one process.
+    Args:
+        communicator: of this process.
+        backend: places and wraps modules.
+        passes: changes of modules; the list may grow.
+        prepared: records modules and their parameters.
+        register: called with each optimizer.
+        current_batch: tells BatchNorm layers of stand-ins.
+        config: the settings.
+        wraps: whether the backend wraps modules: it averages their gradients, or there is one process.
     """
 
     def __init__(
@@ -56,45 +63,62 @@ class Preparation:
         self._ranks_differ = False  # in the random numbers that they draw
 
     def prepare(self, objects: Sequence[Any], initialise: Initialise = False) -> tuple[Any, ...]:
-        """See ``Strategy.prepare``. Modules are prepared first, so that their parameters are known to optimizers."""
-        for one in objects:
-            supported.check_kind(one)
-        modules = [one for one in objects if isinstance(one, nn.Module)]
+        """Prepare objects. See ``Strategy.prepare``. Collective.
+
+        Modules are prepared first, so that their parameters are known to optimizers.
+
+        Args:
+            objects: modules, optimizers and schedulers, in any order.
+            initialise: see ``Strategy.prepare``.
+
+        Returns:
+            The objects in this order. Modules may be wrapped; optimizers and schedulers are changed in place.
+
+        Raises:
+            UsageError: an object is not supported.
+            ConfigError: a module can't be changed as the settings say.
+            CommunicationError: the ranks prepare different models or optimizers.
+        """
+        # Before any of them is changed, so that a notebook can mend its call and repeat it.
+        for item in objects:
+            supported.check_kind(item)
+        modules = [item for item in objects if isinstance(item, nn.Module)]
         if modules:
-            for each in in_order(self._passes):
-                each.inspect(modules)
-        done = {i: self._module(one, initialise) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
-        for one in objects:
-            if isinstance(one, Optimizer):
-                self._optimizer(one)
+            for change in in_order(self._passes):
+                change.inspect(modules)
+        done = [self._module(item, initialise) if isinstance(item, nn.Module) else item for item in objects]
+        for item in objects:
+            if isinstance(item, Optimizer):
+                self._optimizer(item)
         if not self._ranks_differ:
             self._ranks_differ = True
             # From here on, random numbers (dropout) differ between ranks; rank 0 draws as a single process does.
             if self._communicator.rank > 0:
                 seed_rank(self._config.seed, self._communicator.rank)
-        return tuple(done.get(i, one) for i, one in enumerate(objects))
+        return tuple(done)
 
     def keep_random_states(self) -> None:
         """Record that the ranks' random number generators have been restored: ``prepare`` seeds them no more."""
         self._ranks_differ = True
 
     def _module(self, module: nn.Module, initialise: Initialise) -> nn.Module:
+        """Place, change, compare and wrap a module, in this order. Return it, perhaps wrapped."""
         if module in self._prepared:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
         supported.check_module(module)
         if self._communicator.world_size > 1:
             supported.check_lookups(module)
         plain = self._prepared.unwrap(module)
-        parameters = dict(plain.named_parameters())
+        parameters = dict(plain.named_parameters())  # which optimizers have; moving or sharding may replace them
         values = self._values(plain, initialise)
         self._place(module)
-        for each in in_order(self._passes):
-            each.apply(module)
+        for change in in_order(self._passes):
+            change.apply(module)
         if self._communicator.world_size > 1:
             comparison.check_models(self._communicator, [*module.named_parameters(), *module.named_buffers()])
             if values is None:
-                own = [*module.parameters(), *module.buffers()]
-                broadcast_tensors(self._communicator, own, own)
+                tensors = [*module.parameters(), *module.buffers()]
+                broadcast_tensors(self._communicator, tensors, tensors)
         if self._config.compile:
             if self._communicator.world_size > 1:
                 # Hooks that are added later would make the compiler start again.
@@ -111,7 +135,7 @@ class Preparation:
         return wrapped
 
     def _values(self, module: nn.Module, initialise: Initialise) -> Values | None:
-        """Return where the values of tensors come from that are on the meta device, and give them memory."""
+        """Give tensors on the meta device memory. Return the source of their values; None if there are no such ones."""
         seed = derived_seed("initialise", self._config.seed, sum(1 for _ in self._prepared))
         values = Values.of(self._communicator, module, initialise, seed)
         if values is not None:
@@ -122,17 +146,18 @@ class Preparation:
 
     def _place(self, module: nn.Module) -> None:
         """Place a module, and say so where a script may have meant another place."""
-        before = devices_of(module)
+        old = devices_of(module)
         self._backend.place(module)
-        now = devices_of(module)
+        new = devices_of(module)
         if not self._communicator.is_main:
             return
-        if len(now) > 1:
-            print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, now))}.")
-        elif before != now and before[0].type not in ("cpu", "meta"):
-            print_stderr(f"unitrain: {type(module).__name__} is moved from {before[0]} to {now[0]}, this run's device.")
+        if len(new) > 1:
+            print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, new))}.")
+        elif old != new and old[0].type not in ("cpu", "meta"):
+            print_stderr(f"unitrain: {type(module).__name__} is moved from {old[0]} to {new[0]}, this run's device.")
 
     def _optimizer(self, optimizer: Optimizer) -> None:
+        """Give an optimizer its new parameters, and rank 0's state and options. Collective on several ranks."""
         supported.check_optimizer(optimizer, shards_parameters=self._communicator.sharding.of_parameters)
         self._prepared.update(optimizer)
         self._prepared.check([p for group in optimizer.param_groups for p in group["params"]])
@@ -140,9 +165,9 @@ class Preparation:
         if optimizer.state or ranks.world_size > 1:
             state = optimizer.state_dict()
             # State that is sharded already belongs to this rank.
-            its = state["state"]
-            own_is_kept = any(ranks.sharding.is_sharded(one) or isinstance(one, OwnedBy) for _, one in leaves(its))
-            expected = ranks.broadcast_object(outline(state) if its and not own_is_kept else None)
+            saved = state["state"]
+            is_local = any(ranks.sharding.is_sharded(leaf) or isinstance(leaf, OwnedBy) for _, leaf in leaves(saved))
+            expected = ranks.broadcast_object(outline(state) if saved and not is_local else None)
             if ranks.world_size > 1:
                 # With its state, rank 0's options are loaded on the other ranks, too.
                 comparison.check_optimizers(ranks, self._prepared, optimizer, options=expected is None)
@@ -153,14 +178,20 @@ class Preparation:
 
 
 def in_order(passes: Iterable[ModulePass]) -> list[ModulePass]:
-    """Return passes in the order in which they are applied."""
-    return sorted(passes, key=lambda each: each.place)
+    """Return passes in the order in which they are applied. Those of one place keep their order."""
+    return sorted(passes, key=lambda change: change.place)
 
 
 def export(module: nn.Module, backend: Backend, passes: Iterable[ModulePass]) -> nn.Module:
-    """Return a plain copy of an original module on the CPU, in eval mode. Collective if it is sharded."""
+    """Return a plain copy of an original module on the CPU, in eval mode. Collective if it is sharded.
+
+    Args:
+        module: the original module, without wrappers.
+        backend: gathers shards.
+        passes: those that were applied to it. They are reverted in the opposite order.
+    """
     plain = backend.sharding.copy_module(module).cpu().eval()
-    for each in reversed(in_order(passes)):
-        each.revert(plain)
+    for change in reversed(in_order(passes)):
+        change.revert(plain)
     remove_hooks(plain)
     return plain

@@ -23,13 +23,18 @@ class Average(Protocol):
 
 
 class PreparedModules:
-    """Records the modules that a strategy has prepared, and their parameters."""
+    """Records the modules that a strategy has prepared, and their parameters.
+
+    Args:
+        shares: each rank's share of the samples, in lowest terms.
+    """
 
     def __init__(self, shares: tuple[int, ...]) -> None:
-        self._originals: MutableMapping[nn.Module, nn.Module] = {}
+        self._originals: MutableMapping[nn.Module, nn.Module] = {}  # by the module that prepare has returned
         self._names: dict[Parameter, str] = {}
         self.shares: tuple[int, ...] = shares  # how the samples are shared among the processes
-        self._replaced: dict[Parameter, Parameter] = {}
+        self._replaced: dict[Parameter, Parameter] = {}  # the new parameter by the old one
+        # By owner, a function that exchanges the weights of training and others; called twice, it changes nothing.
         self._swapped: dict[object, Callable[[], None]] = {}
         self._refusals: dict[nn.Module, Callable[[], None]] = {}
 
@@ -39,7 +44,12 @@ class PreparedModules:
         self._names.update({p: name for name, p in self.unwrap(module).named_parameters()})
 
     def replace(self, parameters: Mapping[str, Parameter], module: nn.Module) -> None:
-        """Record which parameters of a module have replaced those that it had, by name."""
+        """Record which parameters of a module have replaced those that it had.
+
+        Args:
+            parameters: those that it had, by name.
+            module: the module, with the new ones under the same names.
+        """
         for name, parameter in self.unwrap(module).named_parameters():
             if parameters[name] is not parameter:
                 self._replaced[parameters[name]] = parameter
@@ -60,8 +70,8 @@ class PreparedModules:
         return module in self._originals or module in self._originals.values()
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Yield what ``prepare`` returned for each module."""
-        return iter(list(self._originals))
+        """Yield each module in the form that ``prepare`` has returned, in the order of preparation."""
+        return iter(list(self._originals))  # a copy, since the dictionary may change meanwhile
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the original module, without wrappers of the backend and ``torch.compile``, in any order."""
@@ -82,7 +92,12 @@ class PreparedModules:
 
     @contextmanager
     def swapped(self, owner: object, exchange: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which a module, or all of an owner's, has other weights than in training."""
+        """Context manager in which a module, or all of an owner's, has other weights than in training.
+
+        Args:
+            owner: stands for them: the module, or the object that has the weights.
+            exchange: exchanges the weights and those of training. It is not called here.
+        """
         self._swapped[owner] = exchange
         try:
             yield
@@ -116,7 +131,11 @@ class PreparedModules:
         return self._names.get(parameter, f"an unprepared parameter of shape {tuple(parameter.shape)}")
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Raise UsageError if a parameter of an optimizer belongs to no prepared module."""
+        """Check that parameters of an optimizer belong to prepared modules.
+
+        Raises:
+            UsageError: one belongs to none, or was replaced; the message has its shape or name.
+        """
         missing = [p for p in parameters if p not in self._names]
         replaced = [self._names[self._replaced[p]] for p in missing if p in self._replaced]
         if replaced:
@@ -128,7 +147,8 @@ class PreparedModules:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
             raise UsageError(
                 f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), so "
-                "it would train another model. Pass the module to prepare(), before or with the optimizer."
+                "each rank would train its own copy of them. Pass the module to prepare(), before or with the "
+                "optimizer."
             )
 
     def check_modules(self) -> None:

@@ -1,4 +1,7 @@
-"""Refuses, with a remedy, what ``prepare`` and ``step`` do not support."""
+"""Refuses modules, optimizers and schedulers that ``prepare`` and ``step`` do not support, with a remedy.
+
+Every check raises UsageError, on all ranks alike, before anything has changed.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ from torch.utils.data import DataLoader, Dataset
 from unitrain.errors import UsageError
 
 
-def check_kind(one: object) -> None:
+def check_kind(candidate: object) -> None:
     """Raise UsageError if an object is neither a module nor an optimizer nor a scheduler."""
-    if isinstance(one, (nn.Module, Optimizer)) or callable(getattr(one, "step", None)):
-        return
-    if isinstance(one, (DataLoader, Dataset)):
+    if isinstance(candidate, (nn.Module, Optimizer)) or callable(getattr(candidate, "step", None)):
+        return  # schedulers have no common base class: timm's, Hugging Face's
+    if isinstance(candidate, (DataLoader, Dataset)):
         raise UsageError(
-            f"prepare() takes modules, optimizers and schedulers, not a {type(one).__name__}: pass that to "
+            f"prepare() takes modules, optimizers and schedulers, not a {type(candidate).__name__}: pass that to "
             "strategy.dataloader(...), which takes a dataset or a torch DataLoader."
         )
-    raise UsageError(f"prepare() takes modules, optimizers and schedulers, not {type(one).__name__}.")
+    raise UsageError(f"prepare() takes modules, optimizers and schedulers, not {type(candidate).__name__}.")
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise UsageError if a module can't be prepared as it is."""
+    """Raise UsageError if a module can't be prepared as it is: it has lazy layers, is wrapped or sharded already."""
     parameters = list(module.parameters())
     if any(is_lazy(p) for p in parameters):
         raise UsageError("the model has uninitialised lazy layers: run a forward with one batch first.")
@@ -42,7 +45,10 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_lookups(module: nn.Module) -> None:
-    """Raise UsageError if a lookup changes weights: on several ranks, each would change the rows of its own samples."""
+    """Raise UsageError if a lookup changes weights. On several ranks, each would change the rows of its own samples.
+
+    Called with several ranks only: a single process changes all rows.
+    """
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
             raise UsageError(
@@ -52,7 +58,12 @@ def check_lookups(module: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
-    """Raise UsageError if an optimizer does not work with ``strategy.step``, or not with sharded parameters."""
+    """Raise UsageError if an optimizer does not work with ``strategy.step``, or not with sharded parameters.
+
+    Args:
+        optimizer: the optimizer.
+        shards_parameters: whether the backend shards parameters.
+    """
     if isinstance(optimizer, LBFGS):
         raise UsageError(
             "LBFGS evaluates the loss several times per step: use it without the strategy, in a single process."
@@ -64,8 +75,8 @@ def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
         )
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UsageError(
-            "ZeroRedundancyOptimizer shards its state, unknown to checkpoints: pass the optimizer that it was made of. "
-            "UniTrain can shard the state, too: see the page on methods of training."
+            "Checkpoints can't save a ZeroRedundancyOptimizer, since each rank has a part of its state: pass the "
+            "optimizer that it was made of. UniTrain can shard the state, too: see the page on methods of training."
         )
 
 
@@ -73,7 +84,10 @@ _schedulers: set[type[Any]] = set()  # classes that were checked
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Raise UsageError if a scheduler can't be stepped without arguments. Called before anything changes."""
+    """Raise UsageError if a scheduler can't be stepped without arguments. Called before anything changes.
+
+    A class is inspected once, since ``step`` calls this every time.
+    """
     if type(scheduler) in _schedulers:
         return
     if not callable(getattr(scheduler, "step", None)):
