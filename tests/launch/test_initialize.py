@@ -383,5 +383,5 @@ def test_only_a_backend_that_can_goes_on_with_other_hosts(monkeypatch: pytest.Mo
     recorded = TESTS / "launch_environments" / "horovodrun-gloo.json"
     for name, value in {**json.loads(recorded.read_text())["environments"][0], "HOROVOD_ELASTIC": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="backend 'ddp' can't go on with other hosts"):
+    with pytest.raises(ConfigError, match="backend 'ddp' can't continue with other hosts"):
         unitrain.init(backend="ddp")
