@@ -30,6 +30,7 @@ class DataParallelSettings(Section):
     @field_validator("device_ids")
     @classmethod
     def _each_device_once(cls, device_ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Refuse a GPU that is named twice."""
         if device_ids and len(set(device_ids)) < len(device_ids):
             raise ValueError("contains a GPU twice; each holds one replica")
         return device_ids
@@ -47,6 +48,15 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
         """Split the rows evenly over the devices, or over as many of them as there are rows.
 
         torch cuts chunks of equal size and a smaller last one: 10 rows on 4 GPUs become 3, 3, 3 and 1.
+
+        Args:
+            inputs: positional arguments of the forward, as nested structures of tensors. Scalars are copied to each
+                device.
+            kwargs: keyword arguments of the forward.
+            device_ids: the devices of the replicas.
+
+        Returns:
+            The arguments and the keyword arguments of each replica that has rows.
         """
         given = (inputs, kwargs or {})
         rows = next((len(tensor) for tensor in tensors(given) if tensor.dim()), len(device_ids))
@@ -62,7 +72,16 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
         return [share[0] for share in shares], [share[1] for share in shares]
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        """Concatenate the outputs of the replicas on one device. Refuse a scalar to train on, the model's own loss."""
+        """Concatenate the outputs of the replicas on one device.
+
+        Args:
+            outputs: the outputs of the replicas, in order.
+            output_device: the device of the result.
+
+        Raises:
+            UsageError: they contain a scalar to train on, the model's own loss.
+        """
+        # torch would return a vector with the loss of each replica, and only warn of it.
         if any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensors(outputs, opened=True)):
             raise UsageError(
                 "the model returns its own loss: DataParallel would make one per GPU, over parts of different sizes. "
@@ -71,6 +90,8 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
         return super().gather(outputs, output_device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the original module."""
+        # The copy is used by itself, on one device.
         return copy.deepcopy(self.module, memo)
 
 
@@ -90,14 +111,19 @@ class DataParallelBackend(LocalBackend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse GPUs that are not available, and what DataParallel does not support."""
+        """Refuse GPUs that are not available, and accelerators that DataParallel does not support.
+
+        Raises:
+            ConfigError: the device has no DataParallel, or ``data_parallel.device_ids`` names a GPU that is not
+                visible.
+        """
         kind = device_type(config.device)
         if kind not in ("cpu", "cuda") and choices(config.device) > 1:
             raise ConfigError(
                 f"torch's DataParallel supports CUDA only, and device is {config.device!r}, of which there are "
                 f"{choices(config.device)}: use backend ddp, or backend single with device {kind}:0."
             )
-        _devices(config)  # raises ConfigError for those that are not there
+        _devices(config)  # raises ConfigError for a GPU that is not visible
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
@@ -107,7 +133,11 @@ class DataParallelBackend(LocalBackend):
             torch.cuda.set_device(self.device)  # streams and events belong to the current device
 
     def place(self, module: nn.Module) -> None:
-        """Move a module to the first device. Refuse one with layers on several."""
+        """Move a module to the first device.
+
+        Raises:
+            UsageError: its layers are on several devices, and so can't be replicated.
+        """
         spread = devices_of(module)
         if len(spread) > 1 and len(self.devices) > 1:
             raise UsageError(
@@ -117,7 +147,11 @@ class DataParallelBackend(LocalBackend):
         super().place(module)
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
-        """Return the module in torch's DataParallel, or unchanged on a single device."""
+        """Return the module in torch's DataParallel, or unchanged on a single device.
+
+        Raises:
+            UsageError: it is compiled, for one device only.
+        """
         if len(self.devices) == 1:
             return module
         if is_compiled(module):
@@ -129,9 +163,14 @@ class DataParallelBackend(LocalBackend):
 
 
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
-    """Return the GPUs that hold a replica; none if the CPU is used."""
+    """Return the GPUs that hold a replica; none if the CPU is used.
+
+    Raises:
+        ConfigError: ``data_parallel.device_ids`` names a GPU that is not visible.
+    """
     visible = torch.cuda.device_count() if device_type(config.device) == "cuda" else 0
     wanted = config.section("data_parallel", DataParallelSettings).device_ids
+    # Without the setting, all visible GPUs hold a replica, or the one that the setting device names.
     if wanted is None:
         if ":" in config.device:
             return (torch.device(config.device),)

@@ -1,7 +1,7 @@
-"""The devices of a process: which accelerator torch has, what it can do, and on which devices a model's layers are.
+"""The devices of a process: the type of its accelerator, and the devices of a model's layers.
 
 A process has at most one type of accelerator, torch's current one: CUDA (or ROCm), XPU, MPS, NPU or another plug-in's.
-Its streams and generators are those of ``torch.get_device_module``, and for the rest ``torch.accelerator`` is used.
+``torch.get_device_module`` has its streams and generators, and for the rest ``torch.accelerator`` is used.
 """
 
 from __future__ import annotations
@@ -43,22 +43,29 @@ def by_device(tensors: Iterable[Tensor]) -> Collection[list[Tensor]]:
 
 def accelerator() -> str | None:
     """Return the type of this process's accelerator, or None if no device of one is available."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
 
 
 def device_type(setting: str) -> str:
-    """Return the type of device that the setting ``device`` means here."""
-    found = accelerator()
+    """Return the type of device that the setting ``device`` means here.
+
+    Args:
+        setting: auto, cpu, or a type of accelerator, perhaps with an index.
+
+    Raises:
+        ConfigError: torch finds no such accelerator.
+    """
+    kind = accelerator()
     if setting in ("auto", "cpu"):
-        return (found or "cpu") if setting == "auto" else "cpu"
-    if found is None or setting.partition(":")[0] != found:
+        return (kind or "cpu") if setting == "auto" else "cpu"
+    if kind is None or setting.partition(":")[0] != kind:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise ConfigError(
-            f"device is {setting!r}, but torch finds {f'devices of type {found} only' if found else 'no accelerator'} "
+            f"device is {setting!r}, but torch finds {f'devices of type {kind} only' if kind else 'no accelerator'} "
             f"(torch {torch.__version__}, CUDA_VISIBLE_DEVICES={visible}): use device cpu or auto."
         )
-    return found
+    return kind
 
 
 def choices(setting: str) -> int:
@@ -71,8 +78,16 @@ def choices(setting: str) -> int:
 def pick_device(setting: str, launch: Launch) -> torch.device:
     """Return the device of this process: one accelerator for each local rank, or the CPU.
 
-    ``setting`` is ``auto`` (an accelerator, if there is one), ``cpu``, or a type of accelerator, perhaps with an index,
-    such as ``cuda:1``. Without one, the local rank is the index among the visible accelerators.
+    The accelerator becomes torch's current one.
+
+    Args:
+        setting: ``auto`` (an accelerator, if there is one), ``cpu``, or a type of accelerator, perhaps with an index,
+            such as ``cuda:1``. Without one, the local rank is the index among the visible accelerators.
+        launch: how this process was started.
+
+    Raises:
+        ConfigError: there is no such device, or several ranks would train on devices without float64.
+        LaunchError: there are fewer devices than processes on this host.
     """
     kind = device_type(setting)
     if kind == "cpu":
@@ -84,6 +99,7 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
             raise ConfigError(f"device is {setting!r}, but only {kind}:0 to {kind}:{visible - 1} are visible.")
     elif launch.local_rank < visible:
         index = launch.local_rank
+    # Each process then sees its device as number 0.
     elif visible == 1 and any(name in os.environ for name in _MASKS):
         index = 0
     else:
@@ -100,8 +116,8 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
 
 def streams_of(device: torch.device) -> Any:
     """Return torch's module for a device that computes beside the host, in streams; None if it does not."""
-    own = torch.accelerator.current_accelerator()
-    runs_beside = own is not None and device.type == own.type and own.type not in IN_STEP
+    current = torch.accelerator.current_accelerator()
+    runs_beside = current is not None and device.type == current.type and current.type not in IN_STEP
     return torch.get_device_module(device) if runs_beside else None
 
 

@@ -75,6 +75,7 @@ class CommunicationError(UnitrainError):
 class NonFiniteError(UnitrainError):
     """A loss or a gradient is NaN or infinite, on any rank."""
 
+    # Supervisors do not restart a run that would diverge again.
     exit_code = 3
 
 
@@ -92,7 +93,7 @@ def by_rank(values: Iterable[tuple[int, object]]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(str(value), []).append(rank)
-    shown = [f"{value} on rank {listed(its)}" for value, its in islice(ranks.items(), _MOST_VALUES)]
+    shown = [f"{value} on rank {listed(holders)}" for value, holders in islice(ranks.items(), _MOST_VALUES)]
     if len(ranks) > len(shown):
         shown.append(f"{len(ranks) - len(shown)} other values on the others")
     return "; ".join(shown)

@@ -60,6 +60,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     if job is not None and not job.ended:
         raise UsageError("unitrain.init() was called while another strategy is open: call its close() first.")
     launch = _adopted(detect(os.environ))
+    # An unknown launcher may have started several processes, and each would train the whole job alone.
     if launch.launcher == "python":
         refuse_copies()
     resolved = resolve_strategy(config, settings, os.environ)
@@ -117,6 +118,10 @@ def choose_backend(launch: Launch, config: StrategyConfig) -> str:
 
     horovodrun: Horovod. mpirun: Horovod if it is installed with MPI, else DDP. Any other launcher: DDP. Without a
     launcher: DataParallel if several CUDA GPUs are visible, else single.
+
+    Args:
+        launch: how this process was started.
+        config: has the setting ``device``.
     """
     if launch.launcher == "horovodrun":
         return "horovod"
@@ -129,7 +134,12 @@ def choose_backend(launch: Launch, config: StrategyConfig) -> str:
 
 
 def advice(launch: Launch, gpus: int) -> list[str]:
-    """Return hints on how the job was started, one per line, if this process may choose from ``gpus`` GPUs."""
+    """Return hints on how the job was started, one per line.
+
+    Args:
+        launch: how this process was started.
+        gpus: how many GPUs this process may choose from.
+    """
     lines = []
     if launch.also:
         lines.append(
@@ -143,6 +153,7 @@ def advice(launch: Launch, gpus: int) -> list[str]:
 
 
 def _horovod_has_mpi(launch: Launch) -> bool:
+    """Return whether Horovod is installed and works with this MPI."""
     if find_spec("horovod") is None:
         return False
     try:
@@ -177,11 +188,11 @@ def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Laun
         idle.append(f"compression={config.compression}")
     idle += [name for name, value in config.sections_of_others(backend.name).items() if value != type(value)()]
     if idle:
-        message = f"these settings have no effect with backend {backend.name!r}: {', '.join(idle)}."
-        call_site.warn(message)
+        call_site.warn(f"these settings have no effect with backend {backend.name!r}: {', '.join(idle)}.")
 
 
 def _check_shares(config: StrategyConfig, launch: Launch) -> None:
+    """Refuse ``shares`` of another number of ranks."""
     if config.shares is not None and len(config.shares) != launch.world_size:
         raise ConfigError(
             f"shares is {list(config.shares)}, but this job has {launch.world_size} ranks: give one for each, or null."
@@ -195,12 +206,18 @@ def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
     retain_freed_memory()
     seed_all(config.seed)
     if config.deterministic:
+        # Without it, cuBLAS refuses deterministic algorithms.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # It would choose an algorithm by its time, and so perhaps another one in each run.
         torch.backends.cudnn.benchmark = False
     if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.deterministic)
 
 
 def default_threads(local_world_size: int) -> int:
-    """Return the compute threads of each process: cores // processes, at most the cores that it is bound to."""
+    """Return the compute threads of each process: cores // processes, at most the cores that it may use.
+
+    Args:
+        local_world_size: the number of processes on this host.
+    """
     return max(1, min(usable_cores(), (os.cpu_count() or 1) // local_world_size))

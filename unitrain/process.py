@@ -1,4 +1,4 @@
-"""Operating system services: printing, ending processes, glibc's memory settings."""
+"""Services of the operating system: printing, ending processes, glibc's memory settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGEST_FROM_HEAP = 32 * 2**20  # the largest value that glibc accepts
 
 
 def print_stdout(message: str) -> None:
-    """Print on stdout, after what the script has printed. Like ``print_stderr``, never raises an error."""
+    """Print on stdout, after the script's own output. Like ``print_stderr``, never raises an error."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
     _print(sys.stdout, message)
@@ -47,6 +47,7 @@ def print_stderr(message: str) -> None:
 
 
 def _print(stream: TextIO | None, message: str) -> None:
+    """Write a line to a stream's descriptor. Blocks for up to 2 s while nobody reads it."""
     if stream is None:  # Python found the descriptor closed
         return
     try:
@@ -77,7 +78,12 @@ def occupy_standard_descriptors() -> None:
 
 
 def exit_now(code: int, line: str = "") -> NoReturn:
-    """End this process from any thread, without exit handlers, which may wait for ranks that are gone."""
+    """End this process from any thread, without exit handlers, which may wait for ranks that are gone.
+
+    Args:
+        code: the exit code.
+        line: a last line for stderr; an empty string for none.
+    """
     if line:
         print_stderr(line)
     flush()
@@ -99,7 +105,11 @@ def _flush() -> None:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process receive a signal when its parent dies. Safe in a ``preexec_fn``. Linux only."""
+    """Have this process receive a signal when its parent dies. Safe in a ``preexec_fn``. Linux only.
+
+    Args:
+        number: the signal. SIGKILL can't be ignored.
+    """
     _call("prctl", _PR_SET_PDEATHSIG, number)
 
 
@@ -124,9 +134,9 @@ def is_busy() -> bool:
 
     True where the system does not tell.
     """
-    own = str(threading.get_native_id())
+    this_thread = str(threading.get_native_id())
     try:
-        tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != own]
+        tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != this_thread]
         return any((task / "stat").read_text().rpartition(")")[2].split()[0] in "RD" for task in tasks)
     except (OSError, IndexError):  # also: a thread has ended meanwhile
         return True
@@ -142,7 +152,10 @@ def resident_memory() -> int:
 def start_time(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot: a pid may be reused, and clocks may be set.
 
-    Other systems than Linux tell the time of day, here in milliseconds. OSError: there is no such process.
+    Other systems than Linux tell the time of day, here in milliseconds.
+
+    Raises:
+        OSError: there is no such process.
     """
     if not _LINUX:
         try:
@@ -168,8 +181,13 @@ def usable_cores() -> int:
 def kill_stalled(pid: int, started: int, *, aborts: bool) -> None:
     """Kill a stalled process of this host.
 
-    One that was stopped (SIGSTOP) is killed directly. One that is running, but holds the GIL, is aborted first: it
-    then prints its stacks. Of several callers, one has ``aborts``. A process with another ``start_time`` is left alone.
+    One that was stopped (SIGSTOP) is killed directly. One that is running, but holds the GIL, is aborted first: it then
+    prints its stacks. Blocks for up to a second.
+
+    Args:
+        pid: the process's id.
+        started: its ``start_time``. A process with another is left alone.
+        aborts: whether this caller aborts it: one of several callers does.
     """
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
@@ -199,6 +217,9 @@ def return_freed_memory(smallest: int = 64 * 2**10) -> None:
 
     Until glibc 2.38, no block of torch's fits into the gap that one of the same size has left (its bug 14581): where
     large blocks of a few sizes come and go among others that stay, the heap grows to several times of what is in use.
+
+    Args:
+        smallest: size in bytes of the smallest such block.
     """
     _call("mallopt", _M_MMAP_THRESHOLD, smallest)
 

@@ -41,27 +41,35 @@ def derived_seed(*parts: object) -> int:
 def sample_seeds(
     seed: int, epoch: int, samples: NDArray[np.int64], positions: NDArray[np.int64] | None = None
 ) -> list[int]:
-    """Return a 64-bit seed for each sample, by index, that is read in an epoch of a run.
+    """Return a 64-bit seed for each sample that is read in an epoch of a run.
 
-    Where a sample may be repeated, ``positions`` are the positions of the samples in the epoch.
+    Args:
+        seed: the run's seed.
+        epoch: the number of the epoch.
+        samples: the indices of the samples.
+        positions: their positions in the epoch, where a sample may be repeated; None where it can't be.
     """
-    found = mixed(samples, derived_seed("sample", seed, epoch))
+    hashes = mixed(samples, derived_seed("sample", seed, epoch))
     if positions is not None:
-        found = mixed(found + positions.astype(np.uint64), derived_seed("position", seed, epoch))
-    seeds: list[int] = found.tolist()
+        hashes = mixed(hashes + positions.astype(np.uint64), derived_seed("position", seed, epoch))
+    seeds: list[int] = hashes.tolist()
     return seeds
 
 
 def mixed(values: NDArray[np.int64] | NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     """Hash values with a key, by SplitMix64's finaliser, so that the results of neighbours are unrelated, and distinct.
 
-    Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+
+    Args:
+        values: ints of 64 bits.
+        key: an int of 64 bits, which selects the hash function.
     """
-    found: NDArray[np.uint64] = (values.astype(np.uint64) + np.uint64(1)) * GOLDEN + np.uint64(key)
-    found = (found ^ (found >> np.uint64(30))) * MULTIPLIERS[0]
-    found = (found ^ (found >> np.uint64(27))) * MULTIPLIERS[1]
-    found ^= found >> np.uint64(31)
-    return found
+    hashes: NDArray[np.uint64] = (values.astype(np.uint64) + np.uint64(1)) * GOLDEN + np.uint64(key)
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * MULTIPLIERS[0]
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * MULTIPLIERS[1]
+    hashes ^= hashes >> np.uint64(31)
+    return hashes
 
 
 def seed_generators(seed: int) -> None:
@@ -92,6 +100,7 @@ def generators_restored() -> Iterator[None]:
     """Restore the states of the process's generators at the end (50 µs). Seed them inside before drawing."""
     states = _states()
     spare = _SPARE.pop() if _SPARE else np.random.MT19937()
+    # numpy then uses another one, so that the state of the first need not be copied.
     np.random.set_bit_generator(spare)  # type: ignore[attr-defined]
     try:
         yield
@@ -105,23 +114,27 @@ _SPARE: list[np.random.MT19937] = []
 
 
 class SeparateGenerators:
-    """A second set of states of python's, numpy's and torch's generators, which continues where it was left."""
+    """A second set of states of python's, numpy's and torch's generators, which continues where it was left.
+
+    Args:
+        seed: a 64-bit seed for the states.
+    """
 
     def __init__(self, seed: int) -> None:
         with generators_restored():
             np.random.set_bit_generator(np.random.MT19937())  # type: ignore[attr-defined]
             seed_generators(seed)
-            self._own = _states()
+            self._current = _states()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Use these states inside, and restore the process's own at the end."""
         with generators_restored():
-            _restore(self._own)
+            _restore(self._current)
             try:
                 yield
             finally:
-                self._own = _states()
+                self._current = _states()
 
 
 class _States(NamedTuple):
@@ -135,12 +148,14 @@ class _States(NamedTuple):
 
 
 def _states() -> _States:
+    """Return the states of the CPU's generators. Quick, as every sample needs it; no GPU's generator is read."""
     numpys = np.random.get_bit_generator()  # type: ignore[attr-defined]
     legacy = np.random.get_state(legacy=False)
     return _States(random.getstate(), numpys, legacy, torch.default_generator.get_state())
 
 
 def _restore(states: _States) -> None:
+    """Restore the states of the CPU's generators, and numpy's bit generator itself."""
     random.setstate(states.python)
     np.random.set_bit_generator(states.numpy)  # type: ignore[attr-defined]
     # Normally distributed numbers are drawn in pairs, and the second is kept outside the bit generator.
@@ -150,7 +165,10 @@ def _restore(states: _States) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of python's, numpy's and torch's generators, including those of GPUs that are in use."""
+    """Return the states of python's, numpy's and torch's generators, and of the GPUs that are in use.
+
+    The states are plain values and CPU tensors, which a checkpoint can hold. Reading a GPU's waits for the GPU.
+    """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -164,23 +182,26 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore states that ``capture`` returned. If the number of GPUs differs, only the first ones are restored."""
+    """Restore states that ``capture`` returned. If the number of GPUs differs, only the first ones are restored.
+
+    Args:
+        state: the states, perhaps of a process on another host.
+    """
     version, internal, gauss = state["python"]
-    # A list in checkpoints that were saved by UniTrain 0.1.
-    random.setstate((version, tuple(internal.tolist() if isinstance(internal, torch.Tensor) else internal), gauss))
+    random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if accelerator := _in_use():
-        for i, its in zip(_indices(), state.get(accelerator.type, ()), strict=False):
-            torch.get_device_module(accelerator).set_rng_state(its, i)
+        for i, generator_state in zip(_indices(), state.get(accelerator.type, ()), strict=False):
+            torch.get_device_module(accelerator).set_rng_state(generator_state, i)
 
 
 def _in_use() -> torch.device | None:
     """Return the type of this process's accelerator, or None if it has not used any."""
-    found = torch.accelerator.current_accelerator()
-    module = None if found is None else torch.get_device_module(found)
-    return found if getattr(module, "is_initialized", torch.accelerator.is_available)() else None
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    return device if getattr(module, "is_initialized", torch.accelerator.is_available)() else None
 
 
 def _indices() -> list[int]:

@@ -37,7 +37,11 @@ class DDPBackend(ProcessGroupBackend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse a library that is not available, accumulation with a static graph, and small buckets if compiled."""
+        """Refuse a library that is not available, accumulation with a static graph, and small buckets if compiled.
+
+        Raises:
+            ConfigError: these settings, or this device, are not supported.
+        """
         settings = config.section(cls.name, DDPSettings)
         if config.compile and settings.bucket_cap_mb < 1:
             raise ConfigError("compile needs ddp.bucket_cap_mb of at least 1: torch can't split a graph at less.")
@@ -66,7 +70,13 @@ class DDPBackend(ProcessGroupBackend):
         super().close(failed=failed)
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
-        """Return the module in torch's DDP; unchanged if it is frozen, or on several devices, or ``deterministic``."""
+        """Return the module in torch's DDP; unchanged if it is frozen, or on several devices, or ``deterministic``.
+
+        Where the module is returned unchanged, the core's buckets or ``watch_gradients`` average the gradients.
+
+        Raises:
+            UsageError: it shares parameters with a module that is wrapped already, or its compression is not supported.
+        """
         if self.world_size == 1 or self.config.deterministic or not any(p.requires_grad for p in module.parameters()):
             return module
         spread = devices_of(module)
@@ -81,6 +91,7 @@ class DDPBackend(ProcessGroupBackend):
         options = self.settings
         trained = {p for p in module.parameters() if p.requires_grad}
         shared = trained & self._averaged.keys()
+        # Each wrapper would average the gradient of a shared parameter, when only a part of it is there.
         if shared:
             names = ", ".join(sorted(self._names[p] for p in shared))
             raise UsageError(
@@ -104,6 +115,7 @@ class DDPBackend(ProcessGroupBackend):
                 start_step=options.powersgd_start_step,
                 sequential="gloo" in dist.get_backend(),
             )
+        # A module may be prepared in the middle of a window.
         wrapped.require_backward_grad_sync = self._armed
         self._names.update({p: name.replace(_COMPILED, "") for name, p in module.named_parameters()})
         self._wrapped.append(wrapped)
@@ -111,29 +123,40 @@ class DDPBackend(ProcessGroupBackend):
         return wrapped
 
     def arm(self, sync: bool) -> None:
-        """Set ``require_backward_grad_sync`` of every wrapper."""
+        """Set ``require_backward_grad_sync`` of every wrapper: of these, and of modules that are prepared later.
+
+        Args:
+            sync: whether the next backward is the last of its window, so that it averages.
+        """
         self._armed = sync
         for wrapped in self._wrapped:
             wrapped.require_backward_grad_sync = sync
 
     def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
-        """Return a function that averages the gradients that DDP did not average within backward."""
+        """Return a function that averages the gradients that DDP did not average within backward.
+
+        Args:
+            parameters: of one optimizer.
+
+        Returns:
+            A collective function, called at the end of a window, and told whether ``arm`` came too late for a backward.
+            None with ``deterministic``, where the core's buckets average.
+        """
         if self.config.deterministic:
             return None
         averaged = [p for p in parameters if p in self._averaged]
         others = [p for p in parameters if p not in self._averaged]
         # Weak references: the function outlives close(), but torch's reducers must not outlive their process group.
-        wrappers = [
-            cast(AveragingModule, weakref.proxy(one)) for one in dict.fromkeys(self._averaged[p] for p in averaged)
-        ]
-        before = [(0, 0)] * len(wrappers)  # forwards of each wrapper up to the end of the previous step
+        modules = dict.fromkeys(self._averaged[p] for p in averaged)
+        wrappers = [cast(AveragingModule, weakref.proxy(module)) for module in modules]
+        counts = [(0, 0)] * len(wrappers)  # forwards of each wrapper up to the end of the previous step
         some_unused = self.settings.find_unused_parameters or self.settings.static_graph
 
         def finish(late: bool) -> None:
             """Average gradients of an unarmed backward, and of parameters that no wrapper has."""
             for i, wrapper in enumerate(wrappers):
-                late = late or not wrapper.has_averaged(*before[i])
-                before[i] = (wrapper.forwards, wrapper.calls)
+                late = late or not wrapper.has_averaged(*counts[i])
+                counts[i] = (wrapper.forwards, wrapper.calls)
             if not (late or some_unused) and (unused := [self._names[p] for p in averaged if p.grad is None]):
                 self.refuse_unused(unused)
             if late:

@@ -27,9 +27,13 @@ class AveragingModule(Wrapper, DistributedDataParallel):
     A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper. The
     core synchronises parameters and buffers.
 
+    Args:
+        module: the module to wrap.
+        **options: of DistributedDataParallel.
+
     Attributes:
         forwards: number of forwards that had a backward to come.
-        calls: number of those whose backward averages gradients; torch averages in the first backward after each.
+        calls: number of those with a backward that averages gradients; torch averages in the first backward after each.
     """
 
     forwards: int = 0
@@ -40,11 +44,18 @@ class AveragingModule(Wrapper, DistributedDataParallel):
         super().__init__(module, init_sync=False, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the original module."""
+        # A second wrapper would register hooks for gradients that nobody reduces.
         module: nn.Module = copy.deepcopy(self.module, memo)
         return module
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Run the forward of the module; its backward averages the gradients."""
+        """Run the forward of the module; its backward averages the gradients.
+
+        Raises:
+            UsageError: the previous backward left gradients out that DDP still waits for.
+        """
+        # A forward of an evaluation has no backward.
         if torch.is_grad_enabled():
             self.forwards += 1
             self.calls += self.require_backward_grad_sync
@@ -61,10 +72,16 @@ class AveragingModule(Wrapper, DistributedDataParallel):
     def has_averaged(self, forwards: int, calls: int) -> bool:
         """Return whether gradients were averaged: not if all forwards ran within the window, before its last backward.
 
-        The arguments are the counts at the end of the previous step. Gradients without a forward are a UsageError.
+        Args:
+            forwards: the count at the end of the previous step.
+            calls: the count at the end of the previous step.
+
+        Raises:
+            UsageError: there are gradients without a forward of this wrapper, which no DDP has seen.
         """
         if self.calls > calls:
             return True
+        # Their backward accumulated only. The caller averages after it.
         if self.forwards > forwards:
             return False
         name = next((n for n, p in self.module.named_parameters() if p.grad is not None), None)

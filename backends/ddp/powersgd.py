@@ -35,6 +35,7 @@ def add_power_sgd(wrapped: DistributedDataParallel, *, rank: int, start_step: in
 
 
 def _sequential_hook(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Compress a bucket as torch's hook does, and block until it is reduced. Runs in autograd's thread."""
     compresses = state.iter >= state.start_powerSGD_iter
     reduced: Future[Tensor] = powerSGD_hook(state, bucket)
     if compresses:

@@ -6,16 +6,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from unitrain.config import Section
+from ..process_group.settings import ProcessGroupSettings
 
 
-class DDPSettings(Section):
+class DDPSettings(ProcessGroupSettings):
     """Settings of the backend ddp (torch's DistributedDataParallel)."""
 
-    communication: Annotated[
-        str, Field(pattern="^[a-z][a-z0-9_]*$", json_schema_extra={"allowed": "auto, nccl, gloo or another of torch's"})
-    ] = "auto"
-    """Communication library; auto: the device's (nccl on GPUs), gloo on CPUs and shared GPUs."""
     find_unused_parameters: bool = False
     """Find parameters that were not used in a forward, in each backward; slower. Not needed with static_graph."""
     static_graph: bool = False

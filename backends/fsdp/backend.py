@@ -30,7 +30,11 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class FSDPBackend(ProcessGroupBackend):
-    """torch's fully_shard. The core's collectives use a separate process group."""
+    """torch's fully_shard. The core's collectives use a separate process group.
+
+    Attributes:
+        sharding: the sharded modules, and the way from a parameter to its shard.
+    """
 
     name = "fsdp"
     Settings: ClassVar[type[Section]] = FSDPSettings
@@ -39,7 +43,12 @@ class FSDPBackend(ProcessGroupBackend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse a library that is not available, a torch that is too old, and settings that this job can't have."""
+        """Refuse a library that is not available, a torch that is too old, and settings that this job can't have.
+
+        Raises:
+            BackendError: torch is too old.
+            ConfigError: these settings are not supported here.
+        """
         super().check(config, launch)
         from torch.distributed.fsdp import FSDPModule
 
@@ -83,8 +92,10 @@ class FSDPBackend(ProcessGroupBackend):
         return world
 
     def _make_mesh(self) -> DeviceMesh:
+        """Return the device mesh: a dimension that shards, and before it one that replicates, if needed. Collective."""
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+        # A mesh of one dimension: FSDP2 takes two for its hybrid sharding.
         if self.sharding.replicas == 1:
             return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
         # torch would give its own groups its own timeout: with NCCL, 10 minutes.
@@ -98,13 +109,18 @@ class FSDPBackend(ProcessGroupBackend):
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here. A sharded module can't be called any more."""
         for sharded in self.sharding.modules.values():
+            # Instead of an error deep inside torch.
             sharded.refuse_calls()
         self.sharding.module_of.clear()
         self.sharding.used.clear()
         super().close(failed=failed)
 
     def place(self, module: nn.Module) -> None:
-        """Leave it to ``wrap_model``, which moves a part of the module at a time."""
+        """Leave it to ``wrap_model``, which moves a part of the module at a time.
+
+        Raises:
+            UsageError: the module is on several devices.
+        """
         if self._mesh is None:
             super().place(module)
             return
@@ -116,7 +132,11 @@ class FSDPBackend(ProcessGroupBackend):
             )
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
-        """Shard a module in place."""
+        """Shard a module in place, and return it. Collective.
+
+        Raises:
+            UsageError: it is a container without a forward.
+        """
         if self._mesh is None:
             return module
         original = getattr(module, "_orig_mod", module)  # of torch.compile
@@ -146,23 +166,35 @@ class FSDPBackend(ProcessGroupBackend):
         return module
 
     def arm(self, sync: bool) -> None:
-        """Set whether the next backward reduces gradients."""
+        """Set whether the next backward reduces gradients.
+
+        Args:
+            sync: whether it is the last of its window. Without it, gradients are accumulated unsharded.
+        """
         self._armed = sync
         for sharded in self.sharding.modules.values():
             sharded.arm(sync)
 
     def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
-        """Return a function that completes what FSDP has reduced within backward."""
+        """Return a function that completes FSDP's reduction of the gradients after the backwards of a window.
+
+        Args:
+            parameters: of one optimizer.
+
+        Returns:
+            A collective function; None if there are no parameters.
+        """
         sharded = [p for p in parameters if p in self.sharding.module_of]
         others = [p for p in parameters if p not in self.sharding.module_of]
         if not sharded and not others:
             return None
         for parameter in sharded:
+            # The whole parameter is a leaf of the graph, and the shard is not.
             leaf = self.sharding.leaf(parameter)
             leaf.register_post_accumulate_grad_hook(partial(self._note_used, parameter))  # type: ignore[no-untyped-call]
 
         def finish(late: bool) -> None:
-            """Set ``grad`` to None where FSDP has reduced zeros only, and average what it has not."""
+            """Set ``grad`` to None where FSDP has reduced zeros only, and average the gradients of whole parameters."""
             for module in dict.fromkeys(self.sharding.module_of[p] for p in sharded if p in self.sharding.module_of):
                 module.reshard()
             if self.settings.find_unused_parameters:
@@ -176,6 +208,7 @@ class FSDPBackend(ProcessGroupBackend):
         return finish
 
     def _note_used(self, parameter: Parameter, leaf: Tensor) -> None:
+        """Note that a parameter has got a gradient. A hook of its leaf, called in autograd's thread."""
         self.sharding.used.add(parameter)
         if leaf.grad is not None and leaf.grad.is_sparse:
             raise UsageError(
@@ -183,7 +216,9 @@ class FSDPBackend(ProcessGroupBackend):
             )
 
     def _drop_unused(self, parameters: Sequence[Parameter]) -> None:
+        """Set ``grad`` to None for parameters that no rank has used. Collective."""
         used = torch.tensor([p in self.sharding.used for p in parameters], dtype=torch.int32, device=self.device)
+        # A parameter that any rank has used has a gradient on all, as one device would have it.
         self.all_reduce(used, "max", "gradients.used")()
         for parameter, is_used in zip(parameters, used.tolist(), strict=True):
             if not is_used:

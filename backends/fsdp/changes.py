@@ -1,4 +1,4 @@
-"""Refuses what a sharded model can't do: to change weights in a forward, to tie them, and to save or generate alone."""
+"""Refuses misuses of a sharded model: changing weights in a forward, tying them, saving or generating alone."""
 
 from __future__ import annotations
 
@@ -18,31 +18,41 @@ class ForwardChanges:
     """Refuses a forward that changes weights: they are whole copies, which are dropped after it, and the shards stay.
 
     Its hooks must run within the hooks of fully_shard, which gather the weights and drop them: create it just before.
+
+    Args:
+        unit: a module that FSDP gathers as one.
     """
 
     def __init__(self, unit: nn.Module) -> None:
         self._weights: dict[str, Tensor] = {}
-        self._before: list[tuple[int, int]] | None = None  # None outside a forward
+        self._noted: list[tuple[int, int]] | None = None  # None outside a forward
         # As the hooks of fully_shard, they are not compiled: compiled code changes weights in place, too.
         unit.register_forward_pre_hook(_eager(self._note))
         unit.register_forward_hook(_eager(self._check))
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Set what the unit gathers: names and whole parameters."""
+        """Set the parameters that the unit gathers.
+
+        Args:
+            weights: names and whole parameters.
+        """
         self._weights = dict(weights)
 
     def _state(self) -> list[tuple[int, int]]:
+        """Return a version and an address for each weight, one of them new after every change."""
         # The version counts changes in place, and `weight.data = ...` changes where the values are.
         return [(weight._version, weight.data_ptr()) for weight in self._weights.values()]
 
     def _note(self, module: nn.Module, args: Any) -> None:
-        self._before = self._state()
+        """Remember the state of the weights. A hook that runs once they are gathered."""
+        self._noted = self._state()
 
     def _check(self, module: nn.Module, args: Any, output: Any) -> None:
-        before, self._before = self._before, None
-        if before is None or before == (after := self._state()):
+        """Raise UsageError if a weight has changed since ``_note``. A hook that runs before they are dropped."""
+        noted, self._noted = self._noted, None
+        if noted is None or noted == (after := self._state()):
             return
-        pairs = zip(self._weights, before, after, strict=True)
+        pairs = zip(self._weights, noted, after, strict=True)
         # A call within this one, of a method that FSDP gathers the weights for, has dropped them at its end.
         changed = [name for name, old, new in pairs if old != new and self._weights[name].untyped_storage().nbytes()]
         if not changed:
@@ -56,7 +66,11 @@ class ForwardChanges:
 
 
 def refuse_tied(module: nn.Module) -> None:
-    """Refuse the first forward of a sharded module if weights were tied since: FSDP would silently untie them."""
+    """Refuse the first forward of a sharded module if weights were tied since: FSDP would silently untie them.
+
+    Args:
+        module: the module, just after it was sharded.
+    """
     names = {name for name, _ in module.named_parameters()}
 
     def check(module: nn.Module, args: Any) -> None:
@@ -74,8 +88,13 @@ def refuse_tied(module: nn.Module) -> None:
 
 
 def explain_methods(module: nn.Module) -> None:
-    """Make methods of Hugging Face's models that need whole weights raise an error with a remedy."""
+    """Make methods of Hugging Face's models that need whole weights raise an error with a remedy.
+
+    Args:
+        module: the sharded module. Its methods are replaced on the instance.
+    """
     for layer in module.modules():
+        # Hugging Face calls them on inner models, too.
         for name in ("save_pretrained", "generate"):
             method = getattr(layer, name, None)
             if callable(method):
@@ -83,6 +102,7 @@ def explain_methods(module: nn.Module) -> None:
 
 
 def _explained(method: Callable[..., Any], /, *args: Any, saves: bool, **kwargs: Any) -> Any:
+    """Call a method of a sharded model, and turn its obscure error into one with a remedy."""
     if saves and kwargs.get("state_dict") is None:
         raise UsageError(
             "save_pretrained() of a sharded model would write this rank's shards. Save a whole copy: copy = strategy."

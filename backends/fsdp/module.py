@@ -1,4 +1,4 @@
-"""A module that is sharded by torch's fully_shard, and what the core needs to know of its parameters."""
+"""A module that is sharded by torch's fully_shard, with the core's view of its parameters."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ class ShardedModule:
 
     Args:
         module: has the same weights on all ranks, on the device or the CPU.
+        mesh: the ranks to shard over, and those that have the same shards.
+        device: this rank's device.
+        settings: say which units are gathered, and when they are freed.
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
         offload: keep shards and their gradients in host memory.
@@ -60,13 +63,15 @@ class ShardedModule:
         has_mean: bool,
     ) -> None:
         self._device = device
+        # An export is filled into a copy of the module as it was, without hooks of FSDP.
         self._skeleton = without_memory(module, [*module.parameters(), *module.buffers()])
+        # On the meta device, parameters have no memory yet. The whole ones get theirs first.
         give_memory(module, device, only=not_divisible(module))
         self.replicated: set[Parameter] = not_divisible(module)
         move_foreign(self.replicated, device)
         for parameter in self.replicated:
             parameter.data = parameter.data.to(device)
-        before = dict(module.named_parameters())
+        whole_parameters = dict(module.named_parameters())
         # Ranks that use different units would wait for one another.
         wrap = 2**62 if settings.find_unused_parameters else settings.wrap
         changes: dict[object, ForwardChanges] = {}
@@ -87,22 +92,22 @@ class ShardedModule:
         self._root: FSDPModule = module
         self._module: nn.Module = module
         self._units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        for one in self._units:
+        for fsdp_unit in self._units:
             if not has_mean:
-                one.set_force_sum_reduction_for_comms(True)
+                fsdp_unit.set_force_sum_reduction_for_comms(True)
             if device.type == "cpu":
                 # The next unit could be gathered before this one's backward, but gloo would block meanwhile.
-                one.set_modules_to_backward_prefetch([one])
+                fsdp_unit.set_modules_to_backward_prefetch([fsdp_unit])
         _make_root(module)
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._leaves: dict[Tensor, Tensor] = {}
-        for one in self._units:
-            gathered = dict(_gathered_by(one))
+        for fsdp_unit in self._units:
+            gathered = dict(_gathered_by(fsdp_unit))
             self._leaves.update(gathered)
-            changes[one].watch((names[parameter], leaf) for parameter, leaf in gathered.items())
+            changes[fsdp_unit].watch((names[parameter], leaf) for parameter, leaf in gathered.items())
         for name, parameter in module.named_parameters():
-            if before[name] is not parameter:
-                self._move_hooks(before[name], parameter)
+            if whole_parameters[name] is not parameter:
+                self._move_hooks(whole_parameters[name], parameter)
         module.set_reshard_after_backward(settings.reshard_after_backward)
         if not settings.reshard_after_forward:
             module.register_forward_hook(self._reshard_without_grad)
@@ -131,7 +136,11 @@ class ShardedModule:
         leaf.requires_grad_(new.requires_grad)
 
     def leaf(self, parameter: Tensor) -> Tensor | None:
-        """Return the leaf of the graph for a sharded parameter; None if it is not one of this module."""
+        """Return the leaf of the graph for a sharded parameter; None if it is not one of this module.
+
+        Args:
+            parameter: the sharded parameter, a DTensor.
+        """
         leaf = self._leaves.get(parameter)
         return None if leaf is None else leaf.requires_grad_(parameter.requires_grad)  # the script may have changed it
 
@@ -146,12 +155,12 @@ class ShardedModule:
             self.reshard()
 
     def arm(self, sync: bool) -> None:
-        """Set whether the next backward reduces gradients."""
+        """Set whether the next backward reduces gradients, or accumulates them."""
         self._root.set_requires_gradient_sync(sync)
         self._root.set_is_last_backward(sync)
 
     def refuse_calls(self) -> None:
-        """Make the forward raise an error from now on."""
+        """Make the forward raise an error from now on: its weights can't be gathered without a process group."""
 
         def refuse(module: nn.Module, args: Any) -> None:
             raise UsageError(
@@ -163,7 +172,14 @@ class ShardedModule:
     def copy(self) -> nn.Module:
         """Return a copy of the module before it was sharded, with the weights of now, on the CPU. Collective."""
         self.reshard()  # a forward may have left weights as it gathered them: in bf16, say
-        return _filled(self._skeleton, self._module)
+        now: dict[str, Tensor] = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        # A deep copy takes the tensors in its memo for the copies of those in the skeleton, which have no memory.
+        memo: dict[int, Any] = {}
+        for name, parameter in self._skeleton.named_parameters():
+            memo[id(parameter)] = Parameter(full_tensor(now[name].detach()).cpu().clone(), now[name].requires_grad)
+        for name, buffer in self._skeleton.named_buffers():
+            memo[id(buffer)] = now[name].detach().cpu().clone()
+        return copy.deepcopy(self._skeleton, memo)
 
 
 def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -177,7 +193,10 @@ def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _make_root(module: FSDPModule) -> None:
-    """Call what FSDP takes for a forward of a module, since it takes the first module that is called for the root."""
+    """Register a module as the root with FSDP, which takes the first module that is called for it.
+
+    An empty method stands for the forward, so that nothing is computed.
+    """
     assert isinstance(module, nn.Module)
     setattr(module, _METHOD, lambda: None)
     register_fsdp_forward_method(module, _METHOD)
@@ -190,7 +209,13 @@ def _make_root(module: FSDPModule) -> None:
 def _policy(
     module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> MixedPrecisionPolicy:
-    """Return the dtypes in which weights are gathered and gradients reduced. Autocast chooses the forward's."""
+    """Return the dtypes in which weights are gathered and gradients reduced. Autocast chooses the forward's.
+
+    Args:
+        module: says which parameters autocast would convert.
+        compute_dtype: as in ``ShardedModule``.
+        reduce_dtype: as in ``ShardedModule``.
+    """
     if compute_dtype is None or not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):  # torch 2.15
         return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     converted = converted_by_autocast(module)
@@ -200,17 +225,6 @@ def _policy(
     return MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False, **override)
 
 
-def _filled(skeleton: nn.Module, module: nn.Module) -> nn.Module:
-    """Return a copy, on the CPU, of a module without weights, with the weights of a sharded one. Collective."""
-    now: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    memo: dict[int, Any] = {}
-    for name, parameter in skeleton.named_parameters():
-        memo[id(parameter)] = Parameter(full_tensor(now[name].detach()).cpu().clone(), now[name].requires_grad)
-    for name, buffer in skeleton.named_buffers():
-        memo[id(buffer)] = now[name].detach().cpu().clone()
-    return copy.deepcopy(skeleton, memo)
-
-
 def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
-    """Raise UsageError. This is what a deep copy of a sharded module calls."""
+    """Raise UsageError: copying a DTensor would copy this rank's shard only. Called by a deep copy of the module."""
     raise UsageError("a sharded model can't be deep-copied: use strategy.export(model) for a copy on the CPU.")

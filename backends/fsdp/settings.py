@@ -6,19 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from unitrain.config import Section
+from ..process_group.settings import ProcessGroupSettings
 
 LARGE = 2**20
 """Bytes of blocks that glibc returns to the system when they are freed, and of units that take several messages."""
 
 
-class FSDPSettings(Section):
+class FSDPSettings(ProcessGroupSettings):
     """Settings of the backend fsdp (torch's fully_shard)."""
 
-    communication: Annotated[
-        str, Field(pattern="^[a-z][a-z0-9_]*$", json_schema_extra={"allowed": "auto, nccl, gloo or another of torch's"})
-    ] = "auto"
-    """Communication library; auto: the device's (nccl on GPUs), gloo on CPUs and shared GPUs."""
     wrap: Annotated[
         tuple[str, ...] | Annotated[int, Field(ge=1)] | None,
         Field(json_schema_extra={"allowed": "names of classes, a number of parameters or null"}),

@@ -18,9 +18,14 @@ from .shards import full_tensor, shards_of, to_local
 class FSDPSharding(Sharding):
     """The modules that FSDP has sharded, and their parameters.
 
+    Args:
+        of_parameters: whether parameters are sharded: not in a world of one.
+        replicas: how many ranks have the same shard.
+        offloads: whether shards are in host memory.
+
     Attributes:
-        modules: what has sharded a module.
-        module_of: what has sharded the module of a parameter.
+        modules: for each sharded module, the object that has sharded it.
+        module_of: for each sharded parameter, the object that has sharded its module.
         used: the parameters that backwards have used since the last step.
     """
 
@@ -39,7 +44,7 @@ class FSDPSharding(Sharding):
         return full_tensor(tensor)
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the shards of all ranks."""
+        """Return the shards of all ranks in order; of other ranks, tensors on the meta device."""
         return shards_of(tensor)
 
     def leaf(self, parameter: Parameter) -> Tensor:

@@ -34,14 +34,14 @@ def shards_of(tensor: Tensor) -> Sequence[Tensor]:
     """Return the parts of all ranks in order; on the meta device, except this rank's."""
     if not isinstance(tensor, DTensor):
         return (tensor,)
-    dimension = next((i for i, one in enumerate(tensor.placements) if one == Shard(0)), None)
+    dimension = next((i for i, placement in enumerate(tensor.placements) if placement == Shard(0)), None)
     if dimension is None:
         return (to_local(tensor),)
-    size, own = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
+    size, local_rank = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
     # As torch.chunk divides: the last parts may be smaller, or empty.
     rows = -(-tensor.shape[0] // size)
-    counts = [max(0, min(rows, tensor.shape[0] - rank * rows)) for rank in range(size)]
+    shapes = [(max(0, min(rows, tensor.shape[0] - rank * rows)), *tensor.shape[1:]) for rank in range(size)]
     return [
-        to_local(tensor) if rank == own else torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-        for rank, count in enumerate(counts)
+        to_local(tensor) if rank == local_rank else torch.empty(shape, dtype=tensor.dtype, device="meta")
+        for rank, shape in enumerate(shapes)
     ]

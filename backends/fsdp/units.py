@@ -23,21 +23,29 @@ _CONVERTED = frozenset(
 def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module]:
     """Return the modules within ``module`` to gather separately, inner ones first.
 
-    A module that shares a parameter with one outside of it is left out, and so is a BatchNorm layer. ``wrap`` has names
-    of classes, or is the least number of parameters, or None for the children of lists of modules, except tiny ones.
+    A module that shares a parameter with one outside of it is left out, and so is a BatchNorm layer.
+
+    Args:
+        module: the module to shard.
+        wrap: names of classes, or the least number of parameters of a unit, or None for the children of lists of
+            modules, except tiny ones.
+
+    Raises:
+        ConfigError: ``wrap`` names a class that no module within it has.
     """
     owners = _owners(module)
     total = sum(parameter.numel() for parameter in owners)
-    found: list[nn.Module] = []
+    separate: list[nn.Module] = []
     taken: set[Parameter] = set()
+    # Inner ones first: a module is worth a unit for the parameters that no unit within it has.
     for inner in reversed(_candidates(module, wrap)):
-        own = set(inner.parameters())
-        rest = sum(parameter.numel() for parameter in own - taken)
+        parameters = set(inner.parameters())
+        rest = sum(parameter.numel() for parameter in parameters - taken)
         least = wrap if isinstance(wrap, int) else 1 if wrap is not None else max(1, _LEAST_SHARE * total)
-        if rest >= least and _owns_all(inner, own, owners):
-            found.append(inner)
-            taken |= own
-    return found
+        if rest >= least and _owns_all(inner, parameters, owners):
+            separate.append(inner)
+            taken |= parameters
+    return separate
 
 
 def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module]:
@@ -54,15 +62,18 @@ def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.
         children = {child for layer in module.modules() if isinstance(layer, _LISTS) for child in layer.children()}
         return [layer for layer in inner if layer in children]
     classes = sorted({type(layer).__name__ for layer in inner})
+    # A misspelt name would silently gather the whole model at once.
     for name in wrap:
         if name not in classes:
             raise ConfigError(
-                f"fsdp.wrap has {name!r}, a class of no module.{nearest(name, classes)} There are {', '.join(classes)}."
+                f"fsdp.wrap names {name!r}, but the model has no module of that class.{nearest(name, classes)} It has "
+                f"{', '.join(classes)}."
             )
     return [layer for layer in inner if type(layer).__name__ in wrap]
 
 
 def _owners(module: nn.Module) -> dict[Parameter, set[nn.Module]]:
+    """Return the layers that have a parameter, for each parameter."""
     owners: dict[Parameter, set[nn.Module]] = {}
     for layer in module.modules():
         for parameter in layer.parameters(recurse=False):
@@ -70,9 +81,10 @@ def _owners(module: nn.Module) -> dict[Parameter, set[nn.Module]]:
     return owners
 
 
-def _owns_all(inner: nn.Module, own: set[Parameter], owners: dict[Parameter, set[nn.Module]]) -> bool:
+def _owns_all(inner: nn.Module, parameters: set[Parameter], owners: dict[Parameter, set[nn.Module]]) -> bool:
+    """Return whether all layers that have one of the parameters are within ``inner``."""
     layers = set(inner.modules())
-    return all(owners[parameter] <= layers for parameter in own)
+    return all(owners[parameter] <= layers for parameter in parameters)
 
 
 def not_divisible(module: nn.Module) -> set[Parameter]:
@@ -81,6 +93,7 @@ def not_divisible(module: nn.Module) -> set[Parameter]:
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dim() and not parameter.is_complex():
             dtypes[parameter.dtype] += parameter.numel()
+    # FSDP reduces the gradients of a unit together, and so in one dtype.
     most = dtypes.most_common(1)[0][0] if dtypes else None
     return {p for p in module.parameters() if not p.dim() or p.is_complex() or (p.requires_grad and p.dtype != most)}
 

@@ -71,13 +71,20 @@ class HorovodBackend(Backend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse to start without Horovod, or with a controller that it lacks or that the launcher does not support."""
+        """Refuse to start without Horovod, or with a controller that it lacks or that the launcher does not support.
+
+        Raises:
+            BackendError: Horovod is missing, or was not built for this device, controller or MPI.
+            ConfigError: the device or the controller is not supported here.
+            LaunchError: horovodrun's server or network interface is not there.
+        """
         hvd = _import_horovod()
         kind = device_type(config.device)
         if kind not in ("cpu", "cuda"):
             raise ConfigError(
                 f"Horovod does not support devices of type {kind}: set device to cpu, or use backend ddp."
             )
+        # A build for CPUs takes GPU tensors, too.
         if kind == "cuda" and not hvd.nccl_built():
             # Horovod would copy to the CPU without waiting for the GPU, and throw in a background thread.
             raise BackendError(
@@ -116,7 +123,11 @@ class HorovodBackend(Backend):
         return _controller(self.config, self.launch) == "mpi"
 
     def start(self) -> tuple[int, int]:
-        """Initialise Horovod, once per process."""
+        """Initialise Horovod, once per process. Blocks until all ranks have come.
+
+        Returns:
+            The rank and the world size that Horovod sees.
+        """
         self._hvd = _import_horovod()
         self._ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
         variables = _variables(self.config, self.launch)
@@ -136,14 +147,24 @@ class HorovodBackend(Backend):
         return self._hvd.rank(), self._hvd.size()
 
     def watch_hosts(self, changed: Callable[[], None]) -> None:
-        """Have horovodrun's elastic driver tell rank 0 when hosts have been added or removed."""
+        """Have horovodrun's elastic driver tell rank 0 when hosts have been added or removed.
+
+        Args:
+            changed: called in a thread of Horovod's.
+        """
         if self.rank == 0:
             manager = import_module("horovod.runner.elastic.worker").WorkerNotificationManager()
             manager.handle_hosts_updated = lambda timestamp, update: changed()
             manager.init()
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
-        """All-reduce; dtypes that Horovod can't reduce are converted to wider ones."""
+        """All-reduce; dtypes that Horovod can't reduce are converted to wider ones.
+
+        Args:
+            tensor: the input, replaced by the result.
+            op: sum, max or min.
+            name: by which Horovod matches the calls of the ranks, in whichever order they come.
+        """
         wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
         handle = self._hvd.allreduce_async_(wide, name=name, op=self._ops[op])
 
@@ -156,6 +177,7 @@ class HorovodBackend(Backend):
 
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         """All-gather along a new first dimension."""
+        # Horovod concatenates along the first dimension.
         handle = self._hvd.allgather_async(tensor.unsqueeze(0), name=name)
         return partial(self._wait, handle)
 
@@ -165,6 +187,7 @@ class HorovodBackend(Backend):
         return partial(self._wait, handle)
 
     def _wait(self, handle: int) -> Any:
+        """Wait for a collective, and return its result. HorovodInternalError is raised if another rank has gone."""
         # Horovod's own wait spins, which keeps from running whom it waits for where processes share processors.
         nap_s = _SHORTEST_NAP_S
         while not self._hvd.poll(handle):
@@ -199,6 +222,7 @@ def _variables(config: StrategyConfig, launch: Launch) -> dict[str, str]:
     unless_set = {
         "HOROVOD_CPU_OPERATIONS": controller,
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(gloo_s))),
+        # A rank that waits for one that does not come gets Horovod's error at the timeout, as with other backends.
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, int(seconds))),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, min(60, int(seconds) // 2))),
     }
@@ -215,6 +239,7 @@ def _variables(config: StrategyConfig, launch: Launch) -> dict[str, str]:
 
 
 def _controller(config: StrategyConfig, launch: Launch) -> str:
+    """Return the controller that the setting names, or else the launcher's."""
     chosen = config.section("horovod", HorovodSettings).controller
     if chosen != "auto":
         return chosen
@@ -234,7 +259,11 @@ def _mpi(hvd: Any) -> str | None:
 
 
 def _import_horovod() -> Any:
-    """Import horovod.torch. The import succeeds without its C extension, so check for that, too."""
+    """Import horovod.torch. The import succeeds without its C extension, so check for that, too.
+
+    Raises:
+        BackendError: it can't be imported, or has no extension for this torch.
+    """
     remedy = "Build it for this torch with `unitrain install-horovod`, or use backend ddp."
     try:
         hvd = import_module("horovod.torch")

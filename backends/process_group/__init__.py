@@ -1,1 +1,1 @@
-"""What the backends on torch.distributed share."""
+"""The base of the backends on torch.distributed."""

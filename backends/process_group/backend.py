@@ -50,7 +50,11 @@ class ProcessGroupBackend(Backend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse a communication library that torch does not have for the device."""
+        """Refuse a communication library that torch does not have for the device.
+
+        Raises:
+            ConfigError: torch has none, or not the one that the setting names.
+        """
         settings: Any = config.section(cls.name, cls.Settings)
         kind = device_type(config.device)
         library = settings.communication
@@ -67,10 +71,19 @@ class ProcessGroupBackend(Backend):
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
+        # A process group that the script has made is used, and is not destroyed.
         self._adopted = dist.is_initialized()
 
     def start(self) -> tuple[int, int]:
-        """Initialise the default process group, or use the script's, and make a group for the core."""
+        """Initialise the default process group, or use the script's, and make a group for the core. Collective.
+
+        Returns:
+            The rank and the world size that torch.distributed sees.
+
+        Raises:
+            CommunicationError: not all ranks have come in time, or they can't reach one another.
+            ConfigError: NCCL is demanded, but ranks share a GPU.
+        """
         timeout = timedelta(seconds=self.config.timeout_s)
         if not self._adopted:
             if self.launch.local_world_size == self.world_size:
@@ -99,18 +112,24 @@ class ProcessGroupBackend(Backend):
                     f"{str(error).strip().splitlines()[0]}{self._hint(library)}"
                 ) from error
         self.timeout: timedelta = timeout
+        # Collectives of the core run beside DDP's, in another order on each rank.
         group = dist.new_group(timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         self._group: dist.ProcessGroup = group
         return dist.get_rank(), dist.get_world_size()
 
     def _hint(self, library: str) -> str:
+        """Return the usual remedy where hosts do not reach one another; none in a job of one host."""
         if self.launch.local_world_size == self.world_size:
             return ""
-        return f". If hosts have several networks (see unitrain doctor), set {library.upper()}_SOCKET_IFNAME on each"
+        variable = f"{library.upper()}_SOCKET_IFNAME"
+        return (
+            f". If hosts have several networks, set {variable} on each to the interface by which the others reach it "
+            "(unitrain doctor lists them)"
+        )
 
     def _library(self, store: dist.Store) -> str:
-        """Return the communication library, the same on all ranks."""
+        """Return the communication library, the same on all ranks. Collective on GPUs."""
         wanted = str(self.settings.communication)
         if wanted not in ("auto", "nccl") or self.device.type == "cpu":
             return "gloo" if wanted == "auto" else wanted
@@ -139,14 +158,23 @@ class ProcessGroupBackend(Backend):
             dist.destroy_process_group()
 
     def refuse_unused(self, names: Sequence[str]) -> NoReturn:
-        """Raise UsageError for parameters that were not used, by name: torch waits for the gradients of all."""
+        """Raise UsageError for parameters that were not used: torch waits for the gradients of all.
+
+        Args:
+            names: of the parameters that have no gradient after the backward.
+        """
         raise UsageError(
             f"{len(names)} parameters were not used in computing this step's loss ({', '.join(names[:3])}, ...), "
             f"but {self.name} waits for all: set {self.name}.find_unused_parameters to true, or freeze them first."
         )
 
     def average(self, parameters: Sequence[Parameter]) -> None:
-        """Average gradients over the ranks. Those that are equal on all ranks stay the same."""
+        """Average gradients over the ranks. Those that are equal on all ranks stay the same. Collective.
+
+        Args:
+            parameters: the same on all ranks. One that only some ranks have used has zeros on the others.
+        """
+        # The ranks must agree, or some would wait for a gradient that others do not have.
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
         self.all_reduce(used, "max", "gradients.used")()
         for p, is_used in zip(parameters, used.tolist(), strict=True):
@@ -200,5 +228,6 @@ def _libraries() -> set[str]:
 
 
 def _wait(work: dist.Work | None) -> None:
+    """Block until a collective has ended; on a GPU, only until its stream is ordered behind it."""
     assert work is not None  # async_op=True, and this rank is in the group
     work.wait()

@@ -20,6 +20,10 @@ def gpu_id(device: torch.device, rank: int) -> str:
 
     NCCL tells GPUs by host and PCI address. MIG instances of one GPU share it, though their UUIDs differ. Other devices
     are told by their UUIDs, or by their indices, which processes that see one device each have in common.
+
+    Args:
+        device: the device of the rank.
+        rank: its rank, which is part of the identifier if NCCL may be given one GPU twice.
     """
     module = torch.get_device_module(device)
     gpu: Any = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
@@ -30,10 +34,16 @@ def gpu_id(device: torch.device, rank: int) -> str:
     return f"{address} {rank}" if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else address
 
 
-def any_shared(store: dist.Store, own: str, world_size: int) -> bool:
-    """Return whether two ranks have the same identifier of their device. Collective; O(1) calls of the store."""
+def any_shared(store: dist.Store, identifier: str, world_size: int) -> bool:
+    """Return whether two ranks have the same identifier of their device. Collective; O(1) calls of the store.
+
+    Args:
+        store: a store that the ranks share.
+        identifier: this rank's ``gpu_id``.
+        world_size: the number of ranks. All must call this.
+    """
     place = dist.PrefixStore(f"unitrain/devices/{next(_starts)}", store)
-    if place.add(f"id/{own}", 1) > 1:
+    if place.add(f"id/{identifier}", 1) > 1:
         place.set("shared", "yes")
     if place.add("named", 1) == world_size:  # the last rank: all others have set theirs
         place.set("verdict", "shared" if place.check(["shared"]) else "own")

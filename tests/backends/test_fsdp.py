@@ -430,7 +430,7 @@ def open_with(settings: dict[str, Any]) -> str:
 
 def test_wrong_settings_are_refused() -> None:
     for said in run_ranks(open_with, {"wrap": ["Blok"]}):
-        assert "fsdp.wrap has 'Blok', a class of no module. Did you mean 'Block'?" in said
+        assert "fsdp.wrap names 'Blok', but the model has no module of that class. Did you mean 'Block'?" in said
     for said in run_ranks(open_with, {"communication": "nccl"}):
         assert "fsdp.communication is nccl, but torch.distributed does not have nccl for devices of type cpu" in said
 

@@ -44,4 +44,4 @@ def test_a_missing_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     with pytest.raises(LaunchError) as raised:
         allocated_hosts({"PBS_NODEFILE": str(file)})
-    assert f"PBS_NODEFILE is '{file}', unreadable (No such file or directory): set MASTER_ADDR" in str(raised.value)
+    assert f"PBS_NODEFILE is '{file}', which can't be read (No such file or directory)" in str(raised.value)

@@ -1,4 +1,4 @@
-"""What the parsers of several commands share."""
+"""Pieces that the parsers of several commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ def sentence(summary: str) -> str:
 
 
 def path(text: str) -> Path:
-    """Return a path of a file that commands start or write."""
+    """Return a path of a file that commands start or write: the type of an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a URL, such as s3://bucket/run.
+    """
+    # As a path, s3://bucket would be a folder "s3:" in the current one.
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL: pass the path of a file or folder of this machine")
     return Path(text)
@@ -25,5 +30,5 @@ class AfterDashes(argparse.Action):
     """Stores the remaining arguments without a leading "--", which only some versions of Python remove."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: object = None) -> None:
-        """Store them."""
+        """Store the values of the argument in the namespace."""
         setattr(namespace, self.dest, values[1:] if values[:1] == ["--"] else values)

@@ -1,4 +1,4 @@
-"""``unitrain checkpoint``: shows what is in a checkpoint, and writes the whole weights of a model to one file."""
+"""``unitrain checkpoint``: lists the tensors of a checkpoint, and writes the whole weights of a model to one file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,25 @@ from unitrain.errors import CheckpointError, UsageError
 
 
 def inspect(path: Path) -> int:
-    """Verify a checkpoint, the newest in a folder of several, and print what is in it."""
+    """Verify a checkpoint, the newest in a folder of several, and print the keys, shapes and dtypes of its tensors.
+
+    Args:
+        path: the folder of a checkpoint, or of checkpoints.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        CheckpointError: it is damaged or missing.
+    """
     saved = open_checkpoint(path)
     size = sum(file.size for file in saved.found.manifest.files.values())
     print(f"step {saved.found.manifest.step}, {len(saved.found.manifest.files)} files, {size} bytes, intact")
     for name, state in saved.parts.items():
-        found = list(_tensors_of(saved, state))
-        print(f"{name}: {len(found)} tensors, {sum(torch.Size(form.shape).numel() for _, form, _ in found)} elements")
-        for key, form, parts in found:
+        tensors = list(_tensors_of(saved, state))
+        elements = sum(torch.Size(form.shape).numel() for _, form, _ in tensors)
+        print(f"{name}: {len(tensors)} tensors, {elements} elements")
+        for key, form, parts in tensors:
             dtype = str(form.dtype).removeprefix("torch.")
             print(f"  {key} {form.shape} {dtype}{f', in {parts} parts' if parts > 1 else ''}")
     return 0
@@ -42,19 +53,21 @@ def merge(path: Path, output: Path, name: str = "model") -> int:
     If a feature writes files with its ending, the tensors are written one at a time. Any other is for ``torch.load``.
     """
     saved = open_checkpoint(path)
+    # Parts with an underscore are UniTrain's own: generators, positions in the data.
     objects = [key for key in saved.parts if not key.startswith("_")]
     if name not in objects:
         raise UsageError(f"the checkpoint has no {name!r}. It has {', '.join(objects)}: name one with --object.")
     store = Disk(output.parent)
     try:
         store.make()
+        # Written under another name first: a reader never sees half a file.
         with store.draft(output.name) as draft:
             with open(draft, "wb") as file:
                 if write := features.writers().get(output.suffix):
                     _write(write, file, name, saved)
                 else:
                     forms = (Tensor, Form)
-                    whole = rebuilt(saved.parts[name], lambda one: saved.tensor(one) if isinstance(one, forms) else one)
+                    whole = rebuilt(saved.parts[name], lambda x: saved.tensor(x) if isinstance(x, forms) else x)
                     torch.save(whole, file)
             store.put(output.name, draft)
     except OSError as error:
@@ -64,22 +77,28 @@ def merge(path: Path, output: Path, name: str = "model") -> int:
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
-    """Verify and open a checkpoint, the newest in a folder of several."""
+    """Verify and open a checkpoint, the newest in a folder of several.
+
+    Raises:
+        CheckpointError: it is damaged or missing.
+    """
     try:
         return _verified(checkpoint_at(path))
     except DamagedError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from error
     except NotACheckpointError as error:
-        found = Search(Folder(Disk(path))).next(_verified) if path.is_dir() else None
-        if found is None:
+        newest = Search(Folder(Disk(path))).next(_verified) if path.is_dir() else None
+        if newest is None:
             raise CheckpointError(f"{path} {error}, so there is nothing to read.") from None
-        return found
+        return newest
 
 
-def _verified(found: Located) -> OpenCheckpoint:
-    saved = opened(found)
+def _verified(located: Located) -> OpenCheckpoint:
+    """Open a checkpoint, and read the files of its shards to compare their digests."""
+    saved = opened(located)
+    # Files for torch.load were verified when they were read.
     if saved.stored is not None:
-        saved.stored.check(name for name in found.manifest.files if not name.endswith(".pt"))
+        saved.stored.check(name for name in located.manifest.files if not name.endswith(".pt"))
     return saved
 
 
@@ -107,7 +126,7 @@ def _write(write: Callable[..., None], file: BinaryIO, name: str, saved: OpenChe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    where = "folder of a checkpoint, or of checkpoints, whose newest is taken"
+    where = "folder of a checkpoint, or of checkpoints: the newest is taken"
     summary = "verify a checkpoint, and list its tensors"
     action = actions.add_parser("inspect", help=summary, description=sentence(summary))
     action.add_argument("path", type=path, metavar="PATH", help=where)

@@ -33,15 +33,20 @@ _MODULES = {"doctor": "doctor.command", "install-horovod": "horovod.install", "v
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: ``sys.argv``) and return the exit code."""
+    """Run the command line ``argv`` (default: ``sys.argv``) and return the exit code.
+
+    Errors of UniTrain become a line on stderr and their own exit code, Ctrl-C 130, and a reader that has gone 141.
+    """
+    # Before any file is opened, which could otherwise become stdout.
     occupy_standard_descriptors()
     argv = sys.argv[1:] if argv is None else argv
     arguments = vars(_parser(argv).parse_args(argv))
     command, run = arguments.pop("subcommand"), arguments.pop("run")
     # Raised as an exception, SIGTERM also ends the child processes of a subcommand, for example a compiler.
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         code = int(run(**arguments))
+        # An error of the output must be met here, and not when Python exits.
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -52,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_stderr(f"unitrain {command}: interrupted")
         return _INTERRUPTED
     except OSError as error:
+        # A bug shows its traceback. A full disk or a closed pipe is no bug.
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at exit
@@ -60,10 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_stderr(f"unitrain {command}: its output can't be written: {error.strerror}")
         return 1
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of all commands. Only the command that is called adds its arguments."""
     parser = argparse.ArgumentParser(prog="unitrain", description="One PyTorch training script, under every launcher.")
     parser.add_argument("--version", action="version", version=f"unitrain {version('unitrain')}")
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
@@ -75,7 +82,11 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _commands(argv: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return what each command does, and its module. Those of features are left out if the command is the core's."""
+    """Return the summary and the module of each command; without the features' if ``argv`` calls one of the core.
+
+    Args:
+        argv: the arguments of the command line.
+    """
     commands = {name: (summary, f"unitrain.commands.{_MODULES.get(name, name)}") for name, summary in _COMMANDS.items()}
     if not commands.keys() & set(argv[:1]):
         from unitrain import features  # imports pydantic, which few commands need

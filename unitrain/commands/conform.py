@@ -19,11 +19,23 @@ _OWN_SETTINGS = f"-c {os.devnull} --rootdir . --noconftest -p no:cacheprovider -
 
 
 def conform(backend: str, *, processes: str, arguments: Sequence[str] = ()) -> int:
-    """Run the contract tests with a backend, and return pytest's exit code: 0 if all passed."""
+    """Run the contract tests with a backend, and return pytest's exit code: 0 if all passed.
+
+    Args:
+        backend: the name of the backend.
+        processes: numbers of processes, comma-separated. Each is tested.
+        arguments: further arguments for pytest.
+
+    Raises:
+        UsageError: pytest is not installed, or could not run the tests.
+        BackendError: there is no such backend.
+    """
+    # Raises now if there is no such backend: in pytest, it would be an error of collection.
     load_backend(backend)
     if find_spec("pytest") is None:
         raise UsageError("conform needs pytest, which is not installed: pip install 'unitrain[testing]'.")
     options = ["--backend", backend, "--processes", processes, "--quiet", "--no-header"]
+    # PYTEST_ADDOPTS may name plug-ins of the user's own tests.
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     command = [sys.executable, "-m", "pytest", *_OWN_SETTINGS, "--pyargs", "unitrain.testing", *options, *arguments]
     code = subprocess.run(command, env=environment, check=False).returncode

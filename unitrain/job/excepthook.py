@@ -14,7 +14,7 @@ import traceback
 from types import TracebackType
 from typing import ClassVar
 
-from unitrain.call_site import is_own
+from unitrain.call_site import is_user_code
 from unitrain.errors import BackendError, CommunicationError, ConfigError, LaunchError, UnitrainError
 from unitrain.job.ending import end_for_others, is_succeeded
 from unitrain.job.job import CAUSE_S, Job, current
@@ -29,7 +29,11 @@ _RANK_0_FIRST_S = 0.3
 
 
 class _FailureHook:
-    """The excepthook of a process of a job."""
+    """The excepthook of a process of a job.
+
+    Instances are callables with the signature of ``sys.excepthook``. The hook runs in the thread that failed to catch
+    the error, which is the main thread.
+    """
 
     _running: ClassVar[bool] = False
 
@@ -48,10 +52,17 @@ class _FailureHook:
             _FailureHook._running = False
 
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """End this process as the error asks for: once the hub knows of it, and with one message in the whole job.
+
+        The order matters. First this rank learns whether it is the one to report: an error that all ranks have is rank
+        0's, and an error that follows from another rank's failure is not reported at all. Then it prints, and exits
+        without handlers. It returns only in a world of one, where Python exits as it always does.
+        """
         job, launch = current(), _launch()
         watch = None if job is None else job.watch
         if job is not None:
             job.failed = True
+        # The terminal sends Ctrl-C to every rank, so one line for all of them is enough.
         if kind is KeyboardInterrupt and launch.world_size > 1:
             exit_now(130, "unitrain: interrupted" if launch.rank == 0 else "")
         code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
@@ -78,6 +89,8 @@ class _FailureHook:
                 exit_now(code)
             end_for_others(f"unitrain: {watch}: stopped because {verdict.text}", code)
         if isinstance(error, UnitrainError):
+            # The traceback of a UniTrain error would show the library. Its message and the line of the script are
+            # enough.
             where = error.__cause__.place if isinstance(error.__cause__, RankError) else place(trace)
             print_stderr(f"unitrain: error: {error}{'' if on_all_ranks else where}")
         else:
@@ -91,12 +104,16 @@ class _FailureHook:
             if reason and job.is_secondary(error):
                 reason += ". Another rank has ended, or has made other calls: UNITRAIN_DEBUG=true shows which."
             print_stderr(f"unitrain: {who} failed{reason}")
+        # Not sys.exit: exit handlers of a communication library may wait for ranks that have gone.
         if launch.world_size > 1 or isinstance(error, UnitrainError):
             exit_now(code)
 
 
 def _verdict(job: Job, error: BaseException, *, on_all_ranks: bool) -> Verdict | None:
-    """Report this error to the hub, and return which failure was the first of the job; None if that is unknown."""
+    """Report this error to the hub, and return which failure was the first of the job; None if that is unknown.
+
+    Blocks for up to ``CAUSE_S`` if the error follows from another rank's, since the hub may hear of that one later.
+    """
     if job.watch is None:
         return None
     patience, secondary = 0.0, job.is_secondary(error)
@@ -108,6 +125,7 @@ def _verdict(job: Job, error: BaseException, *, on_all_ranks: bool) -> Verdict |
 
 
 def _launch() -> Launch:
+    """Return how this process was started; as a plain script if the launcher's variables are themselves the error."""
     job = current()
     if job is not None:
         return job.launch
@@ -120,7 +138,13 @@ def _launch() -> Launch:
 class RankError(Exception):
     """The cause of an exception that another process raised: holds its traceback, which can't be pickled.
 
-    ``trace`` is the formatted traceback, and ``place`` the result of the function ``place`` in that process.
+    Args:
+        rank: the rank that raised the exception.
+        trace: its formatted traceback.
+        place: the result of the function ``place`` in that process.
+
+    Attributes:
+        place: where the error was raised, formatted as a line below the error message.
     """
 
     def __init__(self, rank: int, trace: str, place: str) -> None:
@@ -130,21 +154,24 @@ class RankError(Exception):
 
 def place(trace: TracebackType | None) -> str:
     """Return the last line of user code in a traceback, formatted as a line below the error message."""
-    own = [(frame, line) for frame, line in traceback.walk_tb(trace) if is_own(frame)]
-    if not own:
+    user_frames = [(frame, line) for frame, line in traceback.walk_tb(trace) if is_user_code(frame)]
+    if not user_frames:
         return ""
-    [last] = traceback.StackSummary.extract(own[-1:])
+    [last] = traceback.StackSummary.extract(user_frames[-1:])
     return f"\n  at {last.filename}:{last.lineno}: {last.line}"
 
 
 def summary(error: BaseException) -> str:
-    """Return the type and the first line of an error."""
+    """Return the type and the first line of an error, as ``ValueError: the line``, for other ranks' messages."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def report(error: BaseException) -> None:
-    """Report an error to the hub before this process ends. For errors that do not reach the excepthook."""
+    """Report an error to the hub before this process ends. For errors that do not reach the excepthook.
+
+    The caller prints the error, and ends the process. Blocks while the hub decides, for seconds at most.
+    """
     job = current()
     if job is not None:
         job.failed = True
@@ -152,6 +179,6 @@ def report(error: BaseException) -> None:
 
 
 def install_hook() -> None:
-    """Install the excepthook of this module, once."""
+    """Install the excepthook of this module, once. A hook that the script installs later takes its place."""
     if not isinstance(sys.excepthook, _FailureHook):
         sys.excepthook = _FailureHook()

@@ -25,11 +25,30 @@ _current: Job | None = None
 
 
 def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Communicator, Job]:
-    """Start a backend and join the other processes. The job becomes the current one. Collective."""
+    """Start a backend and join the other processes. The job becomes the current one. Collective.
+
+    Blocks until all ranks have come, or ``timeout_s`` has passed.
+
+    Args:
+        backend: a backend that has not been started.
+        config: the resolved settings.
+        launch: how this process was started.
+
+    Returns:
+        The communicator and the job.
+
+    Raises:
+        BackendError: the backend's collectives fail their self-test.
+        ConfigError: the ranks run with different settings, versions or scripts, or do not share their secret.
+        CommunicationError: not all ranks have come in time.
+        LaunchError: the backend sees another world than the launcher has started.
+    """
+    # Nothing else notices a rank that ends before the watch is connected.
     with watched_start(launch, config):
         _start(backend, launch)
         communicator = Communicator(backend, Pulse())
         try:
+            # First of all: the handshake itself needs collectives that are right.
             if backend.world_size > 1:
                 check_collectives(backend)
             job = Job(communicator, config, launch, backend)
@@ -42,6 +61,7 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
 
 
 def _start(backend: Backend, launch: Launch) -> None:
+    """Start a backend, and check that it sees the world that the launcher has started."""
     seen = backend.start()
     if not (isinstance(seen, tuple) and len(seen) == 2 and all(isinstance(number, int) for number in seen)):
         raise BackendError(f"backend {backend.name!r}: start() must return (rank, world size), but returned {seen!r}.")
@@ -82,7 +102,8 @@ class Job:
             key = authenticate(communicator, backend, launch, config.timeout_s, os.environ)
             self.secret_key = key.value if key.is_secret else None
             members = handshake(communicator, config, type(backend))
-            if launch.node_rank is None:  # unknown to the launcher: hosts are numbered in the order of the ranks
+            # Some launchers, such as mpirun, do not number the hosts: they are numbered in the order of the ranks.
+            if launch.node_rank is None:
                 hosts = [member.host for member in members]
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
             self.watch = Watch(communicator, members, boundaries, config, launch, key.value)
@@ -94,7 +115,11 @@ class Job:
         self.stopping: Stopping = Stopping(boundaries, self.pulse, send, is_main=communicator.is_main)
 
     def is_secondary(self, error: BaseException | None) -> bool:
-        """Return whether an error is, or was caused by, one that the library raises when another rank has gone."""
+        """Return whether an error is, or was caused by, one that the library raises when another rank has gone.
+
+        Args:
+            error: the error, with its chain of causes; None for no error.
+        """
         while error is not None:
             if self._backend.is_engine_error(error):
                 return True
@@ -109,7 +134,7 @@ class Job:
         _current = None
 
     def leave(self) -> None:
-        """Leave the job, after every rank has reached its end."""
+        """Leave the job. Blocks until every rank has reached its end, or for seconds if rank 0 has gone."""
         if self.watch is not None:
             self.watch.close()
 

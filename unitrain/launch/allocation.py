@@ -1,4 +1,4 @@
-"""The hosts that a scheduler (SLURM, PBS, LSF or Flux) has given to the job in which this process runs."""
+"""The hosts that a scheduler (SLURM, PBS, LSF or Flux) has given to the job of this process."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ _ANSWER_S = 30.0
 def allocated_hosts(environ: Mapping[str, str]) -> dict[str, int]:
     """Return the hosts of this job in order, each with its slots, or 1 where they are not told; none outside a job.
 
+    Args:
+        environ: the environment of a process of the job.
+
     Raises:
         LaunchError: the scheduler names a file that can't be read.
     """
@@ -32,7 +35,9 @@ def allocated_hosts(environ: Mapping[str, str]) -> dict[str, int]:
             return _hosts_in_file(variable, environ[variable])
     if "LSB_MCPU_HOSTS" in environ:
         words = environ["LSB_MCPU_HOSTS"].split()
+        # The list is of hosts and slots in turn: host1 4 host2 4.
         return dict(zip(words[::2], map(int, words[1::2]), strict=False))
+    # Flux sets no variable with its hosts. Its command asks the broker of the job, which is on this host.
     if "FLUX_URI" in environ:
         listing = ["flux", "hostlist", "--expand"]
         with suppress(OSError, subprocess.SubprocessError):
@@ -47,15 +52,27 @@ def _hosts_in_file(variable: str, path: str) -> dict[str, int]:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
         raise LaunchError(
-            f"{variable} is {path!r}, unreadable ({error.strerror}): set MASTER_ADDR and MASTER_PORT."
+            f"{variable} is {path!r}, which can't be read ({error.strerror}), so the first host of the job is not "
+            "known: set MASTER_ADDR and MASTER_PORT to an address of rank 0's host."
         ) from None
     return Counter(line.split()[0] for line in lines if line.strip())
 
 
 def address_of_rank_0(launch: Launch, environ: Mapping[str, str]) -> str | None:
-    """Return host:port for the rendezvous of a job, from the scheduler's hosts and its id; None without these."""
+    """Return host:port for the rendezvous of a job, from the scheduler's hosts and its id; None without these.
+
+    Every rank computes the same address, so that none has to be told.
+
+    Args:
+        launch: how this process was started. Its ``step`` is the id that the port is computed from.
+        environ: the environment of this process.
+
+    Raises:
+        LaunchError: rank 0 is not on the host that the others would look for it, or a file can't be read.
+    """
     if launch.step is None:
         return None
+    # Jobs that share a host get different ports with high probability: there are 10,000.
     port = slurm.PORTS.start + zlib.crc32(launch.step.encode()) % len(slurm.PORTS)
     if launch.local_world_size == launch.world_size:
         return f"{LOOPBACK}:{port}"

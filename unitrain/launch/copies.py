@@ -23,7 +23,13 @@ _PATIENCE_S, _POLL_S = 10.0, 0.05
 
 
 class _Process(NamedTuple):
-    """A process that runs this command. One that was started earlier is smaller."""
+    """A process that runs this command. The first field is its start, so that a list is sorted by that.
+
+    Attributes:
+        started: seconds since the epoch.
+        parent: the id of its parent, 0 in another PID namespace.
+        folder: its current folder.
+    """
 
     started: float
     pid: int
@@ -33,13 +39,14 @@ class _Process(NamedTuple):
 
     def is_copy_of(self, other: _Process) -> bool:
         """Whether both were started together, by one parent or in one job of a scheduler, with the same settings."""
-        mine, theirs = (
-            {name: value for name, value in one.environ.items() if name in _JOBS or name.startswith("UNITRAIN_")}
-            for one in (self, other)
+        settings, other_settings = (
+            {name: value for name, value in process.environ.items() if name in _JOBS or name.startswith("UNITRAIN_")}
+            for process in (self, other)
         )
+        # Runs that a user starts by hand, one after the other, are further apart.
         together = abs(self.started - other.started) <= _TOGETHER_S
-        one_source = self.parent == other.parent > 0 or any(name in mine for name in _JOBS)
-        return together and one_source and mine == theirs and self.folder == other.folder
+        one_source = self.parent == other.parent > 0 or any(name in settings for name in _JOBS)
+        return together and one_source and settings == other_settings and self.folder == other.folder
 
 
 def refuse_copies() -> None:
@@ -47,12 +54,18 @@ def refuse_copies() -> None:
 
     They have the same user, command line, folder and settings, and were started together. Processes that a program has
     forked are no copies, nor are workers of pytest and multiprocessing. All but the first copy raise SystemExit.
+    Looking through the processes of a host takes milliseconds; only if there are copies does it wait, for seconds.
+
+    Raises:
+        LaunchError: this is the first of several copies.
     """
-    looks = sys.platform == "linux" and OVERRIDE not in os.environ and _runs_program()
-    copies = _copies() if looks else []
-    if not copies:
+    if sys.platform != "linux" or OVERRIDE in os.environ or not _runs_program():
         return
+    if not (copies := _copies()):
+        return
+    # In the order of their start, which all copies see in the same way.
     pids = [copy.pid for copy in copies]
+    # One of them prints the message: the first, unless it has already ended.
     place = pids.index(os.getpid())
     if _wait_until_refused(pids[:place] + pids[place + 1 :]) & set(pids[:place]):
         raise SystemExit(LaunchError.exit_code)
@@ -73,21 +86,23 @@ def _runs_program() -> bool:
 
 
 def _copies() -> list[_Process]:
-    """Return this process and its copies, in the order in which they were started; nothing if it has none."""
-    found = {one.pid: one for one in _processes(sys.orig_argv)}
-    this = found.pop(os.getpid(), None)
-    if this is None or this.parent in found:  # its command line was replaced, or its program has forked it
+    """Return this process and its copies, in the order of their start; nothing if it has none."""
+    by_pid = {process.pid: process for process in _processes(sys.orig_argv)}
+    this = by_pid.pop(os.getpid(), None)
+    if this is None or this.parent in by_pid:  # its command line was replaced, or its program has forked it
         return []
-    copies = [one for one in found.values() if one.parent not in (*found, this.pid) and one.is_copy_of(this)]
+    # A child of a copy is a worker of it, and a child of this process is not another rank.
+    roots = (process for process in by_pid.values() if process.parent not in (*by_pid, this.pid))
+    copies = [process for process in roots if process.is_copy_of(this)]
     return sorted([this, *copies]) if copies else []
 
 
 def _processes(command: list[str]) -> Iterator[_Process]:
     """Yield the processes of this user with a command line."""
-    for one in psutil.process_iter():
+    for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has ended
-            if one.cmdline() == command and one.uids().effective == os.geteuid():
-                yield _Process(one.create_time(), one.pid, one.ppid(), one.cwd(), one.environ())
+            if process.cmdline() == command and process.uids().effective == os.geteuid():
+                yield _Process(process.create_time(), process.pid, process.ppid(), process.cwd(), process.environ())
 
 
 def _name(pid: int) -> str:
@@ -112,6 +127,8 @@ def _wait_until_refused(others: list[int]) -> set[int]:
 
 
 def _message(this: _Process, copies: list[_Process]) -> str:
+    """Return the error's message, with the variables that may be the unknown launcher's rank and world size."""
+    # The launcher's rank is a number that differs between the copies.
     numbers = [
         f"{name}={value}"
         for name, value in sorted(this.environ.items())

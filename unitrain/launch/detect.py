@@ -45,7 +45,7 @@ class Launch:
     """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or one based on it:
     Intel MPI, Cray MPICH, MVAPICH)."""
     elastic: bool = False
-    """Whether horovodrun goes on with other processes when one fails, and when hosts are added or removed."""
+    """Whether horovodrun continues with other processes when one fails, and when hosts are added or removed."""
     also: tuple[str, ...] = ()
     """Other launchers with variables that are set too. They are ignored."""
     evidence: tuple[str, ...] = ()
@@ -68,12 +68,14 @@ class _Place(NamedTuple):
         return _Place(*(f"{prefix}_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
     def read(self, launcher: str, variables: Variables) -> Launch:
+        """Read the place of this process in the job. A number that is missing or out of range is a LaunchError."""
         world = variables.integer(self.world_size, 1)
         if isinstance(self.local_world_size, str):
             local_world = variables.integer(self.local_world_size, 1, world)
         else:
             local_world = self.local_world_size(variables)
         if self.node_rank is None:
+            # With all ranks on one host, its number needs no variable.
             node_rank = 0 if local_world == world else None
         else:
             node_rank = variables.integer(self.node_rank, 0, world - 1)
@@ -103,14 +105,17 @@ class _Launcher:
     """Reads and checks what else it tells."""
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
+        """Return whether this launcher has started the process, as far as its variables tell."""
         if callable(self.present):
             return self.present(environ)
         return any(name in environ for name in self.present)
 
     def read(self, variables: Variables) -> Launch:
+        """Read the launch from the variables: first the place in the job, then where the ranks meet, then the rest."""
         if self.place is None:
             return Launch(self.name)
         launch = self.place.read(self.name, variables)
+        # The user's choice of an address comes first.
         if self.meet is None or any(name in variables for name in _MASTER):
             launch = replace(launch, rendezvous="tcp", address=variables.address(*_MASTER))
         else:
@@ -119,6 +124,7 @@ class _Launcher:
 
 
 def _torchrun(variables: Variables, launch: Launch) -> Launch:
+    """Read whether torchrun, or ``unitrain.spawn``, keeps a store open for the ranks."""
     if launch.launcher == "torchrun":
         variables.integer("TORCHELASTIC_RESTART_COUNT")  # evidence that tells apart the processes of this host only
     served = variables.matching("TORCHELASTIC_USE_AGENT_STORE", "True|False", "True or False") == "True"
@@ -126,10 +132,12 @@ def _torchrun(variables: Variables, launch: Launch) -> Launch:
 
 
 def _horovodrun_server(variables: Variables) -> str:
+    """Read the address of horovodrun's key-value server."""
     return variables.address("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
 def _horovodrun(variables: Variables, launch: Launch) -> Launch:
+    """Check the variables that Horovod itself will read, and read whether the driver is elastic."""
     # Horovod aborts or hangs if these are wrong. Every other host runs at least one process of the job.
     hosts = variables.integer("HOROVOD_CROSS_SIZE", 1, launch.world_size - launch.local_world_size + 1)
     variables.integer("HOROVOD_CROSS_RANK", 0, hosts - 1)
@@ -143,24 +151,32 @@ def _horovodrun(variables: Variables, launch: Launch) -> Launch:
 
 
 def _meet_by_mpi(_variables: Variables, launch: Launch) -> Launch:
+    """Let rank 0 broadcast the address of its store through MPI."""
     return replace(launch, rendezvous="mpi")
 
 
 def _open_mpi(variables: Variables, launch: Launch) -> Launch:
+    """Read which Open MPI has started this process: 4 uses ORTE, and 5 uses PRRTE."""
     if "PMIX_RANK" in variables or "PMIX_NAMESPACE" in variables:
         # MPI_Init aborts or hangs if they are wrong.
         variables.matching("PMIX_RANK", str(launch.rank), f"'{launch.rank}', the value of OMPI_COMM_WORLD_RANK")
         variables.string("PMIX_NAMESPACE")
+    # Open MPI 5 starts its processes through PRRTE, and can't talk to a library of Open MPI 4.
     is_5 = "OMPI_VERSION" in variables or "PRTE_LAUNCHED" in variables
     return replace(launch, mpi="Open MPI 5" if is_5 else "Open MPI 4")
 
 
 def _mpich(_variables: Variables, launch: Launch) -> Launch:
+    """Take the MPI for one that is based on MPICH, and so has its ABI."""
     return replace(launch, mpi="MPICH")
 
 
 def _of_job(*ids: str) -> Callable[[Variables, Launch], Launch]:
-    """Return a function that reads the id of a job from the first of these variables that is set."""
+    """Return a function that reads the id of a job from the first of these variables that is set.
+
+    Args:
+        *ids: names of variables, the most specific first: a scheduler's job may start several of a launcher's.
+    """
 
     def read(variables: Variables, launch: Launch) -> Launch:
         name = next((name for name in ids if name in variables), None)
@@ -170,6 +186,8 @@ def _of_job(*ids: str) -> Callable[[Variables, Launch], Launch]:
 
 
 def _is_hydra(environ: Mapping[str, str]) -> bool:
+    """Return whether MPICH's hydra, or another process manager with its variables, has started this process."""
+    # Set by hydra, which srun does not imitate.
     if "MPI_LOCALRANKID" in environ or "MPI_LOCALNRANKS" in environ:
         return True
     # srun --mpi=pmi2 sets these two as well.
@@ -182,11 +200,13 @@ def _tasks_on_a_node(variables: Variables) -> int:
 
 
 def _meet_in_step(variables: Variables, launch: Launch) -> Launch:
+    """Compute the address where the ranks of a SLURM step meet: the same on every rank, without asking."""
     several = launch.local_world_size < launch.world_size
     return replace(launch, rendezvous="tcp", address=slurm.step_address(variables, several_hosts=several))
 
 
 def _srun(variables: Variables, launch: Launch) -> Launch:
+    """Check that the variables are the step's, and read its id."""
     if "SLURM_STEP_NUM_TASKS" in variables:
         # They differ in a batch script that was submitted from inside a step, and has inherited the step's variables.
         tasks = variables.used["SLURM_NTASKS"]
@@ -226,7 +246,8 @@ def _mpirun(
     place: _Place,
     more: Callable[[Variables, Launch], Launch] = _mpich,
 ) -> _Launcher:
-    """Return a launcher of MPI, whose ranks meet by it."""
+    """Return a launcher of MPI: its ranks meet by broadcasts of MPI."""
+    # All are called mpirun: to the rest of the package they are one launcher.
     return _Launcher("mpirun", present, f"Start the job with {start} {_LEAVE}", place, _meet_by_mpi, more)
 
 
@@ -302,9 +323,18 @@ def detect(environ: Mapping[str, str]) -> Launch:
     """Return how this process was started, according to ``environ``.
 
     A pure function: does not read ``os.environ``, and imports neither torch nor an MPI nor Horovod.
+
+    Args:
+        environ: the environment of the process.
+
+    Raises:
+        LaunchError: a variable of the launcher is missing or wrong, two launchers contradict each other, or an unknown
+            launcher has started several processes.
     """
     present = [launcher for launcher in _BY_PRECEDENCE if launcher.is_present(environ)]
+    # The last one is python, which is always present.
     chosen = _overridden(environ) or present[0]
+    # Otherwise every process of such a launcher would train the whole job alone.
     unsized = next((name for name in _WITHOUT_SIZE if name in environ), None)
     if chosen is _PYTHON and OVERRIDE not in environ and unsized is not None:
         raise LaunchError(
@@ -316,6 +346,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
     launch = chosen.read(variables)
     if chosen is _SPAWN or any(launcher.name == "torchrun" for launcher in present):
         present = [launcher for launcher in present if launcher is not _ENV]  # it sets RANK itself
+    # RANK and WORLD_SIZE may be left from an earlier shell, or be meant. Only the user knows.
     elif _ENV in present and chosen is not _ENV and OVERRIDE not in environ:
         _refuse_contradiction(launch, environ)
     also = [launcher.name for launcher in present if launcher not in (chosen, _PYTHON)]
@@ -327,6 +358,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
 
 
 def _overridden(environ: Mapping[str, str]) -> _Launcher | None:
+    """Return the launcher that UNITRAIN_LAUNCHER names; None if it is not set."""
     name = environ.get(OVERRIDE)
     if name is None:
         return None

@@ -13,18 +13,23 @@ _OF_A_RANK = re.compile("RANK|PROCID|LOCALID")
 
 
 class LocalRanks:
-    """Finds the processes of a job on this host."""
+    """Finds the processes of a job on this host.
+
+    Args:
+        launch: how this process was started. The variables that it was read from tell the job's processes from others.
+    """
 
     def __init__(self, launch: Launch) -> None:
-        self._own = launch.local_rank
-        evidence = dict(one.split("=", 1) for one in launch.evidence if "=" in one)
+        self._local_rank = launch.local_rank
+        evidence = dict(variable.split("=", 1) for variable in launch.evidence if "=" in variable)
+        # The address of the rendezvous, the job id and the world size are the same for all ranks.
         self._job = {name: value for name, value in evidence.items() if not _OF_A_RANK.search(name)}
         self._variable = next((name for name in LOCAL_RANKS if name in evidence), None)
 
     def present(self) -> set[int]:
-        """Return the local ranks that have a process, this one included."""
-        found = {self._of(process) for process in psutil.process_iter()}
-        return {self._own} | {rank for rank in found if rank is not None}
+        """Return the local ranks that have a process, this one included. Reads the environment of every process."""
+        ranks = {self._of(process) for process in psutil.process_iter()}
+        return {self._local_rank} | {rank for rank in ranks if rank is not None}
 
     def all_visible(self) -> bool:
         """Return whether this process sees the other ranks' processes: not from within a container of one rank.
@@ -38,6 +43,7 @@ class LocalRanks:
     def _of(self, process: psutil.Process) -> int | None:
         """Return the local rank of a process of this job, or None."""
         try:
+            # As the process was started: what it has set itself since is not in it.
             environ = process.environ()
         except (psutil.Error, OSError):  # it has ended, or is another user's
             return None

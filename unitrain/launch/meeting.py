@@ -15,7 +15,8 @@ from unitrain.launch.detect import Launch
 from unitrain.process import print_stderr
 
 _REMEDY = (
-    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every host, for new addresses each time."
+    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every host: the ranks then get a new "
+    "address after each change of hosts."
 )
 _GO_ON, _DOUBLED, _COMPLETE = "unitrain/go on", "unitrain/doubled", "unitrain/complete"
 _STEP = "unitrain/step"
@@ -27,10 +28,20 @@ _ANSWER_S, _LAST_READ_S = 5.0, 1.0
 def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
     """Wait until every rank has connected to the store that rank 0 has opened. Collective.
 
-    The last of them lets all go on: what the store does for a rank does not depend on their number.
+    The last of them lets all continue: what the store does for a rank does not depend on their number.
+
+    Args:
+        store: this rank's client of the store.
+        launch: how this process was started.
+        timeout: how long to wait for the others.
+
+    Raises:
+        LaunchError: two processes have come as one rank, or a rank of another job has come.
+        CommunicationError: not all ranks have come in time.
     """
     if launch.step is not None:
         _check_step(store, launch, timeout)
+    # Two processes with one rank would otherwise meet without the rank that is missing.
     if not _arrive(store, launch):
         others_read = not store.check([_GO_ON])
         store.set(_DOUBLED, str(launch.rank))
@@ -54,21 +65,30 @@ def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> St
     The store outlives the ranks and keeps what earlier ones have set. No variable tells them apart: the torchrun of
     each host counts its own restarts only. So rank 0 draws the name of a part and announces it. Another rank may find
     the name of an earlier rank 0; it looks for a new one until the rank 0 that drew the name has seen it.
+
+    Args:
+        store: this rank's client of the store.
+        launch: how this process was started.
+        timeout: how long to wait for the others.
+
+    Raises:
+        CommunicationError: not all ranks have come in time.
     """
     announcement = f"unitrain/part for {launch.world_size}"
+    part: PrefixStore | None = None
     if launch.rank == 0:
         drawn = secrets.token_hex(8)
+        # An earlier run in the same store may have left another name there. It is replaced.
         store.set(announcement, drawn)
-        own = PrefixStore(drawn, store)
-        _arrive(own, launch)
+        part = PrefixStore(drawn, store)
+        _arrive(part, launch)
         try:
-            own.wait([_GO_ON], timeout)
+            part.wait([_GO_ON], timeout)
         except DistError as error:
-            raise _incomplete(launch, timeout, _missing(own, launch)) from error
-        own.set(_COMPLETE, "")
-        return own
+            raise _incomplete(launch, timeout, _missing(part, launch)) from error
+        part.set(_COMPLETE, "")
+        return part
     deadline = time.monotonic() + timeout.total_seconds()
-    part: PrefixStore | None = None
     name, is_first, pause_s = "", False, _FIRST_PAUSE_S
     while time.monotonic() < deadline:
         newest = store.get(announcement).decode() if store.check([announcement]) else ""
@@ -79,6 +99,7 @@ def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> St
         elif part is not None and is_first and part.check([_COMPLETE]):
             return part
         time.sleep(pause_s)
+        # More and more rarely: the store, which rank 0 may share with thousands, answers one request at a time.
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S * max(1, launch.world_size / _CALM))
     raise _incomplete(launch, timeout, "rank 0" if part is None or not is_first else _missing(part, launch))
 
@@ -88,16 +109,22 @@ def check_torchrun(launch: Launch) -> None:
 
     torchrun keeps the first address that it was told (torch 2.15). A host that comes later is told none, and ends after
     60 s; and after rank 0's host was lost, the next one keeps its own, though another host becomes the first.
+
+    Args:
+        launch: how this process was started. Rank 0 warns of the first case.
+
+    Raises:
+        LaunchError: this host waits at a store that it opened itself.
     """
     torchrun = psutil.Process().parent()
     if torchrun is None:
         return
     try:
         command = " ".join(torchrun.cmdline())
-        ports = [one.laddr.port for one in torchrun.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        listening = [tcp for tcp in torchrun.net_connections("tcp") if tcp.status == psutil.CONN_LISTEN]
     except psutil.Error:  # another user's, or ended
         return
-    if launch.node_rank and int(str(launch.address).rpartition(":")[2]) in ports:
+    if launch.node_rank and int(str(launch.address).rpartition(":")[2]) in [tcp.laddr.port for tcp in listening]:
         raise LaunchError(
             f"torchrun has sent rank {launch.rank} to {launch.address}, a store that it opened itself when this host "
             f"was the first of the job, but rank 0 is on another host now, and waits elsewhere. {_REMEDY}",
@@ -132,17 +159,19 @@ def _arrive(store: Store, launch: Launch) -> bool:
     """Record that this rank has connected, and return whether it is the first process to come as this rank."""
     if store.add(_arrival(launch.rank), 1) > 1:
         return False
+    # One atomic counter, so that no rank has to ask for the keys of all others.
     if store.add("unitrain/count", 1) >= launch.world_size:
         store.set(_GO_ON, "")
     return True
 
 
 def _arrival(rank: int) -> str:
+    """Return the key that counts the processes which have come as a rank."""
     return f"unitrain/connected/{rank}"
 
 
 def _let_others_read(launch: Launch) -> None:
-    """Keep the store open a little longer, before an error ends rank 0: the others are about to read what is wrong."""
+    """Keep the store open for a second before an error ends rank 0: the other ranks still read the reason there."""
     if launch.rank == 0:
         time.sleep(_LAST_READ_S)
 
@@ -160,6 +189,7 @@ def _missing(store: Store, launch: Launch) -> str:
 
 
 def _doubled(rank: int, launch: Launch, *, on_all_ranks: bool) -> LaunchError:
+    """Return the error that two processes have the same rank."""
     return LaunchError(
         f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give every process its "
         "own RANK, and every job its own MASTER_PORT.",
@@ -168,6 +198,7 @@ def _doubled(rank: int, launch: Launch, *, on_all_ranks: bool) -> LaunchError:
 
 
 def _incomplete(launch: Launch, timeout: timedelta, missing: str) -> CommunicationError:
+    """Return the error that some ranks have not come in time. ``missing`` names them."""
     return CommunicationError(
         f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s at {launch.address}, but "
         f"{missing} did not connect. Check that all {launch.world_size} processes are running, and that their hosts "

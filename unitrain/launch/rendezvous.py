@@ -40,8 +40,18 @@ def rendezvous(launch: Launch, timeout_s: float) -> Store:
 
     The n-th call returns the n-th, empty namespace of the job's store, so that a process group can be made after
     another has ended. The timeout also holds for later waits at the store.
+
+    Args:
+        launch: how this process was started: says where the ranks meet.
+        timeout_s: how long to wait for the other ranks, in seconds.
+
+    Raises:
+        LaunchError: the address is wrong, in use, or another job's.
+        CommunicationError: not all ranks have come in time, or the store has failed.
+        BackendError: the ranks meet through MPI, and mpi4py does not work.
     """
     timeout = timedelta(seconds=timeout_s)
+    # A second strategy in this process gets another namespace of the same store.
     if launch not in _stores:
         _stores[launch] = _RENDEZVOUS[launch.rendezvous](launch, timeout)
     store = PrefixStore(f"unitrain/{next(_calls)}", _stores[launch])
@@ -53,6 +63,10 @@ def shared_secret(launch: Launch, timeout_s: float) -> bytes | None:
     """Return a secret that the launcher's own means have brought to every rank; None if it has none. Collective.
 
     MPI's is known to the launcher's processes only. torchrun's store gives its own to everybody who can reach it.
+
+    Args:
+        launch: how this process was started. The ranks have met already.
+        timeout_s: how long to wait for rank 0, in seconds.
     """
     if launch.launcher != "torchrun":
         return _secrets.get(launch)
@@ -72,6 +86,7 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
     address = launch.address
     host, _, port = address.rpartition(":")
     try:
+        # torch's client would try to resolve a wrong name until its timeout.
         socket.getaddrinfo(host, port)
     except OSError as error:
         raise LaunchError(
@@ -82,6 +97,7 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
     if launch.rendezvous == "served":
         check_torchrun(launch)
     opens = launch.rank == 0 and launch.rendezvous == "tcp"
+    # Other hosts have no business at a store for the ranks of one host.
     on_loopback = launch.rendezvous == "tcp" and launch.local_world_size == launch.world_size
     if opens:
         allow_connections(launch.world_size)
@@ -113,6 +129,7 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
 
 
 def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
+    """Let rank 0 broadcast the address of its store through MPI; without mpi4py, use the scheduler's hosts."""
     try:
         with mpi.all_ranks(launch) as world:
             drawn = secrets.token_bytes(_SECRET_BYTES) if launch.rank == 0 else None
@@ -130,6 +147,7 @@ def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
 
 
 def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:
+    """Let rank 0 leave the address of its store at horovodrun's server."""
     share = partial(horovodrun_server.share, server=str(launch.address), timeout=timeout)
     return _at_port_of_rank_0(launch, timeout, share)
 
@@ -137,7 +155,10 @@ def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:
 def _at_port_of_rank_0(launch: Launch, timeout: timedelta, share: Callable[[str | None], str]) -> Store:
     """Return a store that rank 0 opens on a free port.
 
-    ``share`` is called with its addresses and port on rank 0, with None on other ranks, and returns rank 0's on all.
+    Args:
+        launch: how this process was started.
+        timeout: how long to wait for rank 0's store.
+        share: is called with rank 0's addresses and port there, with None on other ranks, and returns rank 0's on all.
     """
     one_host = launch.local_world_size == launch.world_size
     if launch.rank == 0:
@@ -145,10 +166,13 @@ def _at_port_of_rank_0(launch: Launch, timeout: timedelta, share: Callable[[str 
         if one_host:
             store = open_on_loopback(0, timeout)
         else:
+            # The server listens at all addresses; this one is for the client in this process.
             store = TCPStore(LOOPBACK, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        # All addresses, since rank 0 does not know which of its networks the others are on.
         share(json.dumps([[LOOPBACK] if one_host else own_addresses(), store.port]))
         return store
     hosts, port = _read_offer(share(None), launch)
+    # Which of rank 0's addresses this host reaches is found out first: torch's client would wait at the first.
     with reach(hosts, port) as probe:
         host = probe.getpeername()[0]
     return TCPStore(host, port, is_master=False, timeout=timeout)

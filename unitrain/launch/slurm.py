@@ -34,31 +34,39 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 
 def hosts(nodes: str) -> list[str]:
-    """Return the hosts of a node list in SLURM's format: ``gpu[03-05],cpu1`` gives ``gpu03, gpu04, gpu05, cpu1``."""
-    found = []
+    """Return the hosts of a node list in SLURM's format.
+
+    Args:
+        nodes: such as ``gpu[03-05],cpu1``, which gives ``gpu03, gpu04, gpu05, cpu1``.
+    """
+    names = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         texts = re.split(r"\[([^\]]*)\]", part)  # every second one was in brackets
         choices = [_numbers(text) if place % 2 else [text] for place, text in enumerate(texts)]
-        found += ["".join(chosen) for chosen in product(*choices)]
-    return found
+        names += ["".join(chosen) for chosen in product(*choices)]
+    return names
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Return the numbers of ``03-05,9``; what is not a range of up to six digits stays as it is."""
-    found: list[str] = []
-    for one in ranges.split(","):
-        bounds = re.fullmatch(r"(\d{1,6})-(\d{1,6})", one, re.ASCII)
+    """Return the numbers of ``03-05,9``; parts that are not a range of up to six digits are returned unchanged."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        bounds = re.fullmatch(r"(\d{1,6})-(\d{1,6})", part, re.ASCII)
         if bounds is None:
-            found.append(one)
+            numbers.append(part)
         else:
-            found += [str(n).zfill(len(bounds[1])) for n in range(int(bounds[1]), int(bounds[2]) + 1)]
-    return found
+            numbers += [str(n).zfill(len(bounds[1])) for n in range(int(bounds[1]), int(bounds[2]) + 1)]
+    return numbers
 
 
 def first_host_of_groups(nodes: str, groups: Sequence[str]) -> str | None:
     """Return rank 0's host in a heterogeneous job: the first of the first group that has a part in the step.
 
     SLURM sorts ``nodes``, the step's list, by name, so its first host need not be rank 0's.
+
+    Args:
+        nodes: the hosts of the step.
+        groups: the hosts of each group of the job, in order.
     """
     taking_part = set(hosts(nodes))
     return next((host for group in groups for host in hosts(group) if host in taking_part), None)
@@ -74,13 +82,19 @@ def tasks_here(variables: Variables) -> int:
     rank = str(variables.integer("SLURM_PROCID"))
     wanted = f"a list of the tasks on this node that contains SLURM_PROCID, {rank!r}"
     tasks = variables.matching("SLURM_GTIDS", r"\d+(,\d+)*", wanted).split(",")
+    # The variables are of another process: they were inherited, or copied by hand.
     if rank not in tasks:
         raise variables.error("SLURM_GTIDS", wanted)
     return len(tasks)
 
 
 def step_address(variables: Variables, *, several_hosts: bool) -> str | None:
-    """Return host:port for the rendezvous of a step; None if SLURM does not tell on which host rank 0 is."""
+    """Return host:port for the rendezvous of a step; None if SLURM does not tell on which host rank 0 is.
+
+    Args:
+        variables: SLURM's variables, which are recorded as the evidence.
+        several_hosts: whether the step has tasks on several hosts.
+    """
     job, step = step_ids(variables)
     nodes = _nodes(variables, "SLURM_STEP_NODELIST")
     if several_hosts and variables.environ.get("SLURM_DISTRIBUTION") == "arbitrary":
@@ -95,6 +109,7 @@ def step_address(variables: Variables, *, several_hosts: bool) -> str | None:
 
 
 def _nodes(variables: Variables, name: str) -> str:
+    """Read a variable with a list of nodes."""
     wanted = "a list of nodes, like node[1-4]"
     nodes = variables.string(name, wanted)
     if not is_host(next(iter(hosts(nodes)), "")):

@@ -37,7 +37,11 @@ Outcomes = dict[tuple[World, str], str]
 def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s: float = LIMIT_S) -> None:
     """Start the ranks of a world once, run duties on them in turn, up to the first that fails, and add the outcomes.
 
-    A duty with an ``ending`` must be the only one. Each duty may take ``limit_s`` seconds.
+    Args:
+        world: the world to start.
+        duties: the duties, in order. One with an ``ending`` must be the only one.
+        outcomes: gets an entry for each duty that was run.
+        limit_s: seconds that each duty may take.
     """
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -57,6 +61,7 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
             reports = [_Report.read(folder / duty.name / f"report {rank}") for rank in range(world.processes)]
             problem = _problem(world, duty, reports, ended, output)
             is_done = all(report.is_done for report in reports)
+            # The last one is blamed: it is the latest that can have done harm.
             if ended and is_done and duty is duties[-1] and not duty.ending:
                 problem = f"all duties passed, but then the processes failed: {ended}"
             outcomes[world, duty.name] = problem and f"{world} fails the duty: {duty.demand}\n{problem}"
@@ -65,7 +70,11 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
 
 
 class _Report(NamedTuple):
-    """Result of a duty on one rank. The default is what is known of a rank that has not finished the duty."""
+    """The result of a duty on one rank. The default stands for a rank that has not finished the duty.
+
+    Attributes:
+        returned: the result of its function, which can be pickled.
+    """
 
     is_done: bool = False
     """Whether the rank has finished the duty without an error."""
@@ -79,7 +88,7 @@ class _Report(NamedTuple):
 
     @staticmethod
     def read(path: Path) -> _Report:
-        """Read the file that a rank wrote."""
+        """Read the file that a rank wrote; the default if it is missing or incomplete."""
         try:
             report: _Report = pickle.loads(path.read_bytes())
         except (OSError, EOFError, pickle.UnpicklingError):  # the rank was killed, perhaps while writing
@@ -93,8 +102,9 @@ class _Report(NamedTuple):
 def _do_in_turn(
     world: World, work: Sequence[tuple[str, Callable[..., Any], tuple[Any, ...]]], folder: Path, limit_s: float
 ) -> None:
+    """Run the duties on this rank, and write a report of each. Runs on every rank, up to the first error."""
     rank = detect(os.environ).rank
-    torch._C._set_print_stack_traces_on_fatal_signal(True)  # those of C++, too
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # C++'s, too
     for name, function, arguments in work:
         report = folder / name / f"report {rank}"
         print(f"---- {name}", flush=True)
@@ -114,18 +124,25 @@ def _do_in_turn(
 
 
 def _explained(reports: Sequence[_Report], ended: str, output: str) -> str:
-    """Return what went wrong: the first error with its traceback, the others in one line each, and the output."""
+    """Return an explanation: the first error with its traceback, the others in one line each, and the output.
+
+    Args:
+        reports: by rank.
+        ended: the error with which the job ended; an empty string if it had none.
+        output: what the ranks have printed.
+    """
     by_time = sorted((rank for rank, report in enumerate(reports) if report.error), key=lambda rank: reports[rank].at)
     lines = [f"rank {rank}: {reports[rank].error if i else reports[rank].trace}" for i, rank in enumerate(by_time)]
     return "\n".join([*(lines or [ended or "some ranks did not finish it"]), output])
 
 
 def _problem(world: World, duty: Duty, reports: Sequence[_Report], ended: str, output: str) -> str:
-    """Return why a duty failed, or an empty string if it passed."""
+    """Return why a duty failed, or an empty string if it passed. The arguments are as in ``_explained``."""
     if duty.ending is not None:
         said = f"{ended}\n{_explained(reports, ended, output)}"
         if not ended:
             return "The job did not end with an error."
+        # The reason may be in the error, in a traceback, or in what a dying rank has printed.
         missing = f"The job ended, but without a message that matches {duty.ending!r}:\n{said}"
         return "" if re.search(duty.ending, said) else missing
     if not all(report.is_done for report in reports):

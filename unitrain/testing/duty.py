@@ -17,6 +17,7 @@ class Duty:
     """One duty of a backend."""
 
     name: str
+    """The name of its function, with the variant in brackets."""
     demand: str
     """What is required, in one sentence."""
     module: str
@@ -55,7 +56,13 @@ def duty(
 ) -> Callable[[Function], Function]:
     """Register a function of a world as a duty, or one for each value of ``each``, which is passed after the world.
 
-    The first line of its docstring is the demand. The other arguments are as in ``Duty``.
+    The first line of the function's docstring is the demand.
+
+    Args:
+        needs: as in ``Duty``.
+        each: names and values of variants; None for a function that takes the world only.
+        judge: as in ``Duty``.
+        ending: as in ``Duty``.
     """
 
     def register(function: Function) -> Function:
@@ -64,6 +71,7 @@ def duty(
         variants = {"": ()} if each is None else {f"[{name}]": (value,) for name, value in each.items()}
         for suffix, arguments in variants.items():
             name = function.__name__ + suffix
+            # A plug-in's duty must not replace one of these in silence.
             assert name not in _registered, f"two duties are called {name}"
             _registered[name] = Duty(name, demand, module, function, arguments, needs, judge, ending)
         return function
@@ -72,5 +80,5 @@ def duty(
 
 
 def registered() -> dict[str, Duty]:
-    """Return all duties by name, in the order of their registration."""
+    """Return all duties by name, in the order of their registration, plug-ins' duties included."""
     return dict(_registered)

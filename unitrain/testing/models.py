@@ -25,7 +25,7 @@ def samples(count: int = SAMPLES) -> TensorDataset:
 
 
 def two_rows_each(strategy: Strategy) -> tuple[Tensor, Tensor, slice]:
-    """Return the inputs and targets of all ranks, two rows per rank, and the slice of this rank."""
+    """Return the inputs (rows, 4) and targets (rows, 2) of all ranks, and the slice of this rank's two rows."""
     inputs, targets = samples(2 * strategy.world_size).tensors
     return inputs, targets, slice(2 * strategy.rank, 2 * strategy.rank + 2)
 
@@ -39,6 +39,7 @@ class Net(nn.Module):
         self.first: nn.Linear = nn.Linear(4, 6)
         self.norm: nn.Module = nn.BatchNorm1d(6) if norm else nn.Identity()
         self.last: nn.Linear = nn.Linear(6, 2)
+        # In float64, deviations are rounding errors, or mistakes.
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,12 +73,17 @@ def sgd(model: nn.Module) -> SGD:
 
 
 def step_by_hand(loss: Tensor, *optimizers: Optimizer) -> None:
-    """Make a step of a plain loop."""
-    for one in optimizers:
-        one.zero_grad()
+    """Make a step of a plain loop.
+
+    Args:
+        loss: the mean over the rows of all ranks.
+        *optimizers: each makes a step.
+    """
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
-    for one in optimizers:
-        one.step()
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 class Twins:
@@ -107,6 +113,7 @@ class Twins:
         self.expected: Any = make()
         self.prepared: nn.Module
         self.optimizer: Optimizer
+        # Wrapped before prepare, as by a script that compiles its model.
         self.prepared, self.optimizer = strategy.prepare(wrap(self.model), optimize(self.model))
         self.by_hand: Optimizer = optimize(self.expected)
         self.inputs: Tensor
@@ -116,21 +123,26 @@ class Twins:
         self._own_targets: Tensor = self._targets[self.mine].to(strategy.device)
 
     def loss(self, *arguments: Any, scale: float = 1.0) -> Tensor:
-        """Return the loss of the prepared model for this rank's rows."""
+        """Return the loss of the prepared model for this rank's rows.
+
+        Args:
+            *arguments: of the model, after the rows.
+            scale: multiplies the rows.
+        """
         return mse_loss(self.prepared(scale * self.rows, *arguments), self._own_targets)
 
     def loss_by_hand(self, *arguments: Any, scale: float = 1.0) -> Tensor:
-        """Return the loss of the other model for the rows of all ranks."""
+        """Return the loss of the other model for the rows of all ranks, with the arguments of ``loss``."""
         return mse_loss(self.expected(scale * self.inputs, *arguments), self._targets)
 
     def train(self, steps: int = 3) -> None:
-        """Train both models."""
+        """Train both models for some steps on the same rows."""
         for _ in range(steps):
             self._strategy.step(self.loss(), self.optimizer)
             step_by_hand(self.loss_by_hand(), self.by_hand)
 
     def assert_same(self) -> None:
-        """Assert that both models have the same weights up to rounding, and all ranks the same bits."""
+        """Assert that both models have the same weights up to rounding, and all ranks the same bits. Collective."""
         assert_same(self.model, self.expected)
         assert_bit_equal_on_all_ranks(self._strategy, self.model)
 
@@ -141,7 +153,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """Return all parameters and buffers of a model in one tensor."""
+    """Return all parameters and buffers of a model in one float64 tensor on the CPU. Collective if they are sharded."""
     return torch.cat([whole(t.detach()).double().reshape(-1).cpu() for t in (*model.parameters(), *model.buffers())])
 
 
@@ -150,8 +162,13 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
     torch.testing.assert_close(flat(model), flat(expected), rtol=0, atol=EXACT)
 
 
+def differing_ranks(strategy: Strategy, tensor: Tensor) -> list[int]:
+    """Return the ranks with another tensor than rank 0, bit for bit. Collective."""
+    gathered = strategy.all_gather(tensor)
+    return [rank for rank, contribution in enumerate(gathered) if not torch.equal(contribution, gathered[0])]
+
+
 def assert_bit_equal_on_all_ranks(strategy: Strategy, model: nn.Module) -> None:
-    """Assert that a model's weights are equal on all ranks, bit for bit."""
-    everyone = strategy.all_gather(flat(model))
-    differing = [rank for rank, one in enumerate(everyone) if not torch.equal(one, everyone[0])]
+    """Assert that a model's weights are equal on all ranks, bit for bit. Collective."""
+    differing = differing_ranks(strategy, flat(model))
     assert not differing, f"the weights on ranks {differing} differ from those on rank 0"

@@ -21,6 +21,7 @@ WORLDS: pytest.StashKey[list[World]] = pytest.StashKey()
 
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: Sequence[str]) -> None:
     """Add options to ``pytest --pyargs unitrain.testing``."""
+    # The option names are common. In other runs they belong to other plug-ins.
     if not any(argument.startswith("unitrain.testing") for argument in args):
         return
     early_config.stash[WORLDS] = []
@@ -41,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): tests to run in the same process of pytest-xdist")
     if WORLDS not in config.stash or config.option.help:
         return
+    # Imported only now: other tests may want to set the environment before torch is imported.
     from unitrain import UnitrainError
     from unitrain.testing.worlds import find_worlds
 
@@ -66,9 +68,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     done, tried = Counter[str](), Counter[str]()
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):
-            if found := re.search(r"test_contract\[(.+?-x\d+)-", report.nodeid):
-                tried[found[1]] += 1
-                done[found[1]] += outcome == "passed"
+            if match := re.search(r"test_contract\[(.+?-x\d+)-", report.nodeid):
+                tried[match[1]] += 1
+                done[match[1]] += outcome == "passed"
     terminalreporter.section(f"backend {config.option.backend}")
     for world, count in tried.items():
         colour = {"green" if done[world] == count else "red": True}

@@ -1,6 +1,6 @@
-"""Imported last by the server that forks ranks: collections in the ranks leave out what it has imported.
+"""Imported last by the server that forks ranks: garbage collections in the ranks skip the objects of its imports.
 
-To look through it takes 0.3 s, and copies all of it into the memory of the rank.
+To look through them takes 0.3 s, and copies their pages into the memory of the rank.
 """
 
 import gc

@@ -38,7 +38,11 @@ _PRELOADED = [
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Have the server import modules, so that not every rank has to. Has no effect after the first rank is started."""
+    """Have the server import modules, so that not every rank has to.
+
+    Args:
+        modules: names of modules, imported after torch. Without effect once the first rank has been started.
+    """
     _FORKSERVER.set_forkserver_preload([*_PRELOADED, *modules, "unitrain.testing.preloaded"])
 
 
@@ -75,7 +79,11 @@ def run_ranks(
 
 @contextmanager
 def logged(environments: Sequence[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
-    """Add a file for each rank's output to its environment, and print the output in the end."""
+    """Add a file for each rank's output to its environment, and print the output in the end.
+
+    Args:
+        environments: the environments of the ranks, in order.
+    """
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"rank {rank}") for rank in range(len(environments))]
         try:
@@ -97,6 +105,7 @@ _FORKED: dict[str, Environments] = {"python": unlaunched, "spawn": spawn_environ
 
 
 def _rank(timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run the function on a rank that was forked, with its output in a file. Returns the result."""
     with open(os.environ.pop("RANKS_LOG"), "wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -111,7 +120,9 @@ def _rank(timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _run_under(launcher: str, fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, timeout: float) -> list[Any]:
+    """Run the function on ranks that a real launcher starts, and return the results."""
     with tempfile.TemporaryDirectory() as folder:
+        # Two pickles: the second can be read only with the path of the first.
         Path(folder, "work").write_bytes(pickle.dumps(sys.path) + pickle.dumps((fn, args)))
         command = launch_command(launcher, nprocs, ["-m", "unitrain.testing.ranks", folder])
         with running(command, {**small_mpi_environment(), "PYTHONFAULTHANDLER": "1"}) as process:
@@ -126,6 +137,7 @@ def _run_under(launcher: str, fn: Callable[..., Any], args: tuple[Any, ...], npr
 
 
 def _run_launched(folder: Path) -> None:
+    """Run the function that a folder has, and write the result there. Runs on every rank under a launcher."""
     with open(folder / "work", "rb") as work:
         sys.path[:] = pickle.load(work)  # first, since unpickling the function imports its module
         fn, args = pickle.load(work)

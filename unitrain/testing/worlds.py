@@ -20,7 +20,12 @@ from unitrain.testing.ranks import Launcher, run_ranks
 
 @dataclass(frozen=True)
 class World:
-    """A backend on a number of processes of this host, on the CPU."""
+    """A backend on a number of processes of this host, on the CPU.
+
+    Attributes:
+        backend: the name of the backend.
+        processes: the number of processes.
+    """
 
     backend: str
     processes: int
@@ -54,9 +59,12 @@ class World:
         return {self.backend: {"find_unused_parameters": True}} if searches else {}
 
     def open(self, **settings: Any) -> Strategy:
-        """Start a strategy on a rank, by default in float64 and with a short timeout.
+        """Start a strategy on a rank, by default in float64 and with a short timeout. Collective.
 
         It uses one thread: models are small, and threads that wait for one another on busy cores are far slower.
+
+        Args:
+            **settings: of ``unitrain.init``.
         """
         common = {"backend": self.backend, "precision": "fp64", "device": "cpu", "timeout_s": 30}
         strategy = unitrain.init(**{**common, **settings})
@@ -64,19 +72,40 @@ class World:
         return strategy
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
-        """Run ``fn(*args)`` on each rank of this world, and return the results. ``fn`` may call ``open``."""
+        """Run ``fn(*args)`` on each rank of this world, and return the results.
+
+        Args:
+            fn: a function at the top level of a module, which may call ``open``.
+            *args: its arguments.
+            timeout: time limit in seconds.
+
+        Raises:
+            BaseException: the error of the first rank that failed; see ``run_ranks``.
+        """
         return run_ranks(fn, *args, nprocs=self.processes, launcher=self.launcher, timeout=timeout)
 
 
 def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
-    """Return the worlds of a backend that can be started on this host, each with the first launcher that works."""
+    """Return the worlds of a backend that can be started on this host, each with the first launcher that works.
+
+    Args:
+        backend: the name of the backend.
+        sizes: numbers of processes.
+
+    Raises:
+        ConfigError: the backend refuses all of them.
+        BackendError: its library is missing.
+        LaunchError: it has another world size under every launcher found here.
+    """
     kind = load_backend(backend)
     worlds: list[World] = []
     refusals: list[ConfigError | BackendError] = []
+    # spawn first: it starts ranks in a fraction of a second.
     several = ["spawn", *(name for name in local_launchers() if name != "python")]
     for size in sizes:
         for launcher in ["python"] if size == 1 else several:
             launch = Launch(launcher, world_size=size, local_world_size=size)
+            # Horovod, for one, does not see the ranks of unitrain.spawn.
             if kind.expected_world(launch) != size:
                 continue
             try:

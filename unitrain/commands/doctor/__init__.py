@@ -1,1 +1,1 @@
-"""``unitrain doctor``: shows what this host has for distributed training, and how to install what is missing."""
+"""``unitrain doctor``: shows the parts of this host that distributed training needs, and how to install others."""

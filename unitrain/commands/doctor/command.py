@@ -16,7 +16,14 @@ _STYLES: dict[Status, str] = {"ok": "green", "absent": "dim", "warning": "yellow
 
 
 def doctor(*, as_json: bool = False) -> int:
-    """Print the findings as a table, or as a JSON object with a key per probe. Return 0."""
+    """Print the findings as a table, or as a JSON object with a key per probe.
+
+    Args:
+        as_json: print JSON, for scripts.
+
+    Returns:
+        The exit code, 0 whatever is found.
+    """
     findings = examine()
     if as_json:
         print(json.dumps({name: asdict(finding) for name, finding in findings.items()}, indent=2))
@@ -34,17 +41,20 @@ def examine() -> dict[str, Finding]:
     for name, probe in PROBES.items():
         try:
             findings[name] = probe()
+        # A broken library may raise anything, which is what this command is to find out.
         except Exception as error:
             findings[name] = Finding("error", f"{type(error).__name__}: {error}")
     return findings
 
 
 def _print_table(findings: dict[str, Finding]) -> None:
+    """Print a line per probe, and below the table the commands that install or fix a component."""
     table = Table("component", "", "found", box=None, pad_edge=False)
     for name, finding in findings.items():
         table.add_row(name.replace("_", " "), Text(finding.status, _STYLES[finding.status]), Text(finding.summary))
     console = Console()
     console.print(table)
+    # Several probes may name one command. It is shown once.
     fixes = {line: name for name, finding in findings.items() for line in (finding.fix or "").splitlines()}
     if fixes:
         console.print("\nTo install or fix:")

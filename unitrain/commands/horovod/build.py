@@ -29,7 +29,13 @@ _SHOWN_LINES = 20
 
 
 class Edit(NamedTuple):
-    """One change of Horovod's source: replaces ``old``, which must occur exactly once, with ``new``."""
+    """One change of Horovod's source: replaces ``old``, which must occur exactly once, with ``new``.
+
+    Attributes:
+        file: the path of the file in the source tree.
+        old: the text to replace.
+        new: the text to put in its place.
+    """
 
     file: str
     old: str
@@ -67,12 +73,24 @@ _CPU_EDITS = (
 
 
 def edits_for(gpu: str | None) -> tuple[Edit, ...]:
-    """Return the changes that a build needs; ``gpu`` is None for a CPU build."""
+    """Return the changes that a build needs.
+
+    Args:
+        gpu: "nccl" for a build with GPU operations; None for a CPU build.
+    """
     return _EDITS if gpu else _EDITS + _CPU_EDITS
 
 
 def apply_edits(source: Path, edits: Sequence[Edit]) -> None:
-    """Apply ``edits`` to a source tree. Raises BackendError if one does not match: this source was not tested."""
+    """Apply ``edits`` to a source tree.
+
+    Args:
+        source: the root of the tree.
+        edits: the changes, in order.
+
+    Raises:
+        BackendError: a change does not match: this source was not tested.
+    """
     for edit in edits:
         path = source / edit.file
         content = path.read_text() if path.is_file() else ""
@@ -86,7 +104,15 @@ def apply_edits(source: Path, edits: Sequence[Edit]) -> None:
 
 
 def check_tools(mpi: Mpi | None, gpu: str | None) -> None:
-    """Raise BackendError if tools for the build are missing; it says how to install all of them."""
+    """Check that the tools for the build are there.
+
+    Args:
+        mpi: the MPI to build with; None for a build without.
+        gpu: as in ``edits_for``.
+
+    Raises:
+        BackendError: some are missing. The message says of each how to install it.
+    """
     compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     headers = sysconfig.get_path("include")
     missing = {
@@ -97,6 +123,7 @@ def check_tools(mpi: Mpi | None, gpu: str | None) -> None:
         "CMake was not found: pip install cmake": find_program("cmake") is None,
         f"Python.h is not in {headers}: apt-get install python3-dev": not Path(headers, "Python.h").is_file(),
     }
+    # All problems at once, so that one round of installing is enough.
     problems = [problem for problem, is_missing in missing.items() if is_missing]
     if mpi is not None:
         succeeded, reason = run_one(mpi, "true")
@@ -113,18 +140,27 @@ def check_tools(mpi: Mpi | None, gpu: str | None) -> None:
         home, version = find_cuda() or ("", "")
         major = str(torch.version.cuda).split(".")[0]
         if version.split(".")[0] != major:
-            found = (
+            state = (
                 f"the toolkit in {home} is for CUDA {version}" if home else "no toolkit (nvcc and headers) was found"
             )
             problems.append(
-                f"torch was built with CUDA {torch.version.cuda}, but {found}: set CUDA_HOME to CUDA {major}"
+                f"torch was built with CUDA {torch.version.cuda}, but {state}: set CUDA_HOME to CUDA {major}"
             )
     if problems:
         raise BackendError("\n  - ".join(["Horovod can't be built here:", *problems]))
 
 
 def fetch(version: str, folder: Path, log: Path) -> Path:
-    """Download Horovod's source distribution with the user's pip settings, and return its unpacked source tree."""
+    """Download Horovod's source distribution with the user's pip settings, and return its unpacked source tree.
+
+    Args:
+        version: the version of Horovod. The digest of a known one is checked by pip.
+        folder: an empty folder for the download.
+        log: the file that pip's output is appended to.
+
+    Raises:
+        BackendError: pip has failed.
+    """
     sha256 = KNOWN_SDISTS.get(version)
     requirements = folder / "requirements.txt"
     requirements.write_text(f"horovod=={version}" + (f" --hash=sha256:{sha256}" if sha256 else "") + "\n")
@@ -140,18 +176,28 @@ def fetch(version: str, folder: Path, log: Path) -> Path:
 
 
 def build(source: Path, label: str, *, mpi: bool, gpu: str | None, log: Path) -> Path:
-    """Compile a patched source tree into a wheel, and return it.
+    """Compile a patched source tree into a wheel, and return it. Takes minutes.
 
-    The local version of the wheel is ``label``. It has the gloo controller, and the MPI controller if ``mpi``.
+    Args:
+        source: the root of the tree.
+        label: the local version of the wheel.
+        mpi: whether to build the MPI controller, too. The gloo controller is always built.
+        gpu: as in ``edits_for``.
+        log: the file that the compiler's output is appended to.
+
+    Raises:
+        BackendError: it did not compile. The message has the first lines with an error.
     """
     options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(source.parent)]
     environment = _build_environment(label, mpi, gpu, source.parent)
     run_logged(pip("wheel", "-v", *options, str(source)), log, "Horovod did not compile", environment)
+    # pip names the wheel, after the label and the platform.
     (wheel,) = source.parent.glob("*.whl")
     return wheel
 
 
 def _build_environment(label: str, mpi: bool, gpu: str | None, folder: Path) -> dict[str, str]:
+    """Return the environment of the compilation, without variables of Horovod's that would change it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     environment |= {
         "PATH": search_path(),
@@ -164,12 +210,20 @@ def _build_environment(label: str, mpi: bool, gpu: str | None, folder: Path) -> 
         # CMake 4 refuses the minimum version that Horovod's gloo declares.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
     }
+    # A compiler of torch's headers takes up to 2 GB. Too many at once would be killed.
     environment.setdefault("MAKEFLAGS", f"-j{_compilers_at_once()}")
     return environment | _gpu_environment(gpu, folder) if gpu else environment
 
 
 def _gpu_environment(gpu: str, folder: Path) -> dict[str, str]:
+    """Return the additional variables of a build with GPU operations.
+
+    Args:
+        gpu: as in ``edits_for``.
+        folder: a folder for links to torch's NCCL.
+    """
     environment = {name: os.environ[name] for name in GPU_VARIABLES if os.environ.get(name)}
+    # Shared, since torch brings its NCCL as a shared library only.
     environment |= {"HOROVOD_GPU_OPERATIONS": gpu.upper(), "HOROVOD_NCCL_LINK": "SHARED"}
     if cuda := find_cuda():
         environment["HOROVOD_CUDA_HOME"] = str(cuda[0])
@@ -195,7 +249,17 @@ def pip(*arguments: str) -> list[str]:
 
 
 def run_logged(command: Sequence[str], log: Path, failure: str, environment: dict[str, str] | None = None) -> None:
-    """Run ``command``, and append its output to ``log``. Raises BackendError with the relevant lines if it fails."""
+    """Run ``command``, and append its output to ``log``.
+
+    Args:
+        command: a program and its arguments.
+        log: the file.
+        failure: the beginning of the error message.
+        environment: the complete environment; None for this process's.
+
+    Raises:
+        BackendError: it failed. The message has the relevant lines.
+    """
     lines = []
     with log.open("a") as file, running(command, environment) as process:
         assert process.stdout is not None

@@ -42,7 +42,12 @@ if (total, controller) != (3.0, sys.argv[1]):
 
 @dataclass(frozen=True)
 class HorovodBuild:
-    """The features that the installed Horovod was built with."""
+    """The features that the installed Horovod was built with.
+
+    Attributes:
+        version: with the label of the wheel, if UniTrain has built it.
+        nccl: whether it has GPU operations.
+    """
 
     version: str
     controllers: tuple[str, ...]
@@ -54,13 +59,20 @@ class HorovodBuild:
 
 
 def find_horovod() -> HorovodBuild | None:
-    """Return the features of the installed Horovod; None without one. Raises BackendError if it can't be imported."""
+    """Return the features of the installed Horovod; None without one.
+
+    Imports Horovod and torch in a child process, which takes seconds.
+
+    Raises:
+        BackendError: it can't be imported.
+    """
     if find_spec("horovod") is None:
         return None
     code, output = run_to_end(sys.executable, "-c", _CAPABILITIES, timeout_s=PROBE_S)
     lines = output.strip().splitlines() or [f"exit code {code}"]
     if code:
         raise BackendError(f"Horovod is installed, but can't be imported: {lines[-1]}")
+    # Other libraries may have printed before, and after.
     answer = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
     built = answer["built"] or {}
     controllers = tuple(name for name in ("mpi", "gloo") if built.get(name))
@@ -68,12 +80,20 @@ def find_horovod() -> HorovodBuild | None:
 
 
 def check_allreduce(controller: str) -> None:
-    """Raise BackendError if an allreduce over two processes with a controller, mpi or gloo, does not work."""
+    """Check that an allreduce over two processes works.
+
+    Args:
+        controller: mpi or gloo. It decides which launcher starts the processes.
+
+    Raises:
+        BackendError: the launcher is missing, the processes fail, or the sum is wrong.
+    """
     launcher = {"mpi": ["mpirun"], "gloo": ["horovodrun", "--gloo"]}[controller]
     program = find_program(launcher[0])
     if program is None:
         raise BackendError(f"{launcher[0]} is not installed, so Horovod's {controller} controller can't be tested.")
     start = [str(program), *launcher[1:], "-np", "2"]
+    # Many of the failures are crashes. faulthandler shows where.
     command = [*start, sys.executable, "-X", "faulthandler", "-c", _TEST, controller]
     code, output = run_to_end(*command, environment=small_mpi_environment(), timeout_s=_TEST_SECONDS)
     if code:

@@ -46,7 +46,17 @@ def install_horovod(
 ) -> int:
     """Build Horovod for the installed torch, install it and test it, unless this was done before.
 
-    ``gpu`` is nccl to build GPU operations, too, auto to do so if torch finds a GPU, or none.
+    Args:
+        version: the version of Horovod.
+        gpu: nccl to build GPU operations, too, auto to do so if torch finds a GPU, or none.
+        without_mpi: build the gloo controller only.
+        force: build, install and test again.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        BackendError: pip, the cache or a tool is missing, or the build or a test has failed.
     """
     version, console = str(version), Console(soft_wrap=True, highlight=False)
     if find_spec("pip") is None:
@@ -64,12 +74,14 @@ def install_horovod(
         raise BackendError(
             f"The cache folder {folder} is not writable ({error.strerror}); set UNITRAIN_CACHE to one that is."
         ) from error
+    # A wheel in the cache may have been tested in another environment, where its MPI worked.
     tested = folder / f"proved-{_digest(sys.prefix)}"
     with _alone(folder.parent, console):
-        before = installed_version("horovod")
-        if not force and tested.is_file() and before == labelled:
+        installed = installed_version("horovod")
+        if not force and tested.is_file() and installed == labelled:
             console.print(f"Horovod {version} is installed and tested ({wanted}). Nothing to do.")
             return 0
+        # Until the tests below have passed again.
         tested.unlink(missing_ok=True)
         if mpi is None:
             reason = (
@@ -87,12 +99,16 @@ def install_horovod(
             console.print(f"Building Horovod {version} for torch {torch.__version__} ({wanted}).")
             console.print(f"This takes some minutes; the output is written to {log}")
             wheel = _build(version, mpi, nccl, folder, log)
-        replaced = f" in place of Horovod {before}" if before not in (None, labelled) else ""
+        replaced = f" in place of Horovod {installed}" if installed not in (None, labelled) else ""
         console.print(f"Installing {wheel}{replaced}.")
+        # pip would keep an installed wheel of the same version, though it may be another file.
         options = ["--no-deps", "--force-reinstall", "--no-index"]
         run_logged(pip("install", *options, str(wheel)), log, f"{wheel} could not be installed")
-        if (found := find_horovod()) != wanted:
-            raise BackendError(f"{wheel} was installed, but lacks features that it was built with ({wanted}): {found}")
+        # Horovod builds without a feature, and without an error, if its library is not found.
+        if (features := find_horovod()) != wanted:
+            raise BackendError(
+                f"{wheel} was installed, but lacks features that it was built with ({wanted}): {features}"
+            )
         for controller in wanted.controllers:
             check_allreduce(controller)
             console.print(f"Tested: an allreduce over two processes with the {controller} controller.")
@@ -103,7 +119,13 @@ def install_horovod(
 
 
 def wheel_version(version: str, mpi: Mpi | None, gpu: str | None) -> str:
-    """Return the version of a wheel, with a label for all that it depends on: where that is the same, it is shared."""
+    """Return the version of a wheel, with a label for all that it depends on: where that is the same, it is shared.
+
+    Args:
+        version: the version of Horovod.
+        mpi: the MPI to build with; None for a build without.
+        gpu: as in ``build.edits_for``.
+    """
     gpu_parts: list[str] = []
     if gpu is not None:
         settings = [f"{name}={os.environ[name]}" for name in GPU_VARIABLES if os.environ.get(name)]
@@ -143,10 +165,12 @@ def _alone(folder: Path, console: Console) -> AbstractContextManager[object]:
 
 
 def _digest(value: str) -> str:
+    """Return the first 12 hexadecimal digits of a string's SHA-256."""
     return hashlib.sha256(value.encode()).hexdigest()[:12]
 
 
 def _add_requirements(console: Console, log: Path) -> None:
+    """Install the packages that Horovod and its build need, and that UniTrain does not."""
     missing = [name for name in _REQUIREMENTS if installed_version(name) is None]
     if missing:
         console.print(f"Installing the requirements of Horovod: {', '.join(missing)}")
@@ -155,6 +179,7 @@ def _add_requirements(console: Console, log: Path) -> None:
 
 def _build(version: str, mpi: Mpi | None, gpu: str | None, folder: Path, log: Path) -> Path:
     """Build the wheel and move it into the cache atomically."""
+    # On the same file system as the cache, so that the wheel is moved in one step.
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as temporary:
         source = fetch(version, Path(temporary), log)
         apply_edits(source, edits_for(gpu))

@@ -44,7 +44,23 @@ def verify(
 
     Without a ``script``, a built-in model is trained in every mode. The plain loop that it is compared with runs on the
     CPU, but for half precision, which it computes on the ``device``.
+
+    Args:
+        backend: the only backend to verify; None for all.
+        device: cpu, cuda or cuda:N.
+        script: a recipe to train in place of the built-in model.
+        flags: flags for the recipe.
+        output: a file for the deviations, as JSON.
+
+    Returns:
+        0 if every world trained the same, else 1.
+
+    Raises:
+        UsageError: a launcher has started this process, or no launcher works with the backend.
+        ConfigError: the device is not available.
+        BackendError: there is no such backend.
     """
+    # Each process would start all worlds, and they would inherit the launcher's variables.
     if detect(os.environ).world_size > 1:
         raise UsageError("verify starts processes itself: run it alone, not under a launcher.")
     if backend is not None:
@@ -75,6 +91,7 @@ def verify(
 
 
 def _announced(worlds: Sequence[World], progress: Progress) -> Iterator[World]:
+    """Yield the worlds, and show each in the progress bar while it trains."""
     task = progress.add_task("one process", total=1 + len(worlds))
     for world in worlds:
         progress.update(task, advance=1, description=f"{world}: {world.backend}")
@@ -84,14 +101,15 @@ def _announced(worlds: Sequence[World], progress: Progress) -> Iterator[World]:
 def _recipe_trials(
     script: Path, flags: Sequence[str], worlds: Sequence[World], folders: Path, progress: Progress
 ) -> Iterator[Verdict]:
+    """Train a recipe in one process and in each world, and yield a verdict for each world."""
     alone = _train_recipe(script, World("python", 1, "single"), folders / "one process", flags)
     for world in _announced(worlds, progress):
         try:
-            found = _train_recipe(script, world, folders / f"{world} {world.backend}", flags)
+            metrics = _train_recipe(script, world, folders / f"{world} {world.backend}", flags)
         except UsageError as error:
             yield Verdict(str(world), world.backend, "recipe", EXACT, problems=(str(error),))
         else:
-            yield _compared(world, alone, found)
+            yield _compared(world, alone, metrics)
 
 
 def _train_recipe(recipe: Path, world: World, folder: Path, flags: Sequence[str]) -> list[dict[str, float]]:
@@ -102,22 +120,24 @@ def _train_recipe(recipe: Path, world: World, folder: Path, flags: Sequence[str]
     code, printed = run_to_end(*command, environment=launch_environment())
     metrics = folder / "metrics.jsonl"
     if code or not metrics.exists():
-        what = f"failed with exit code {code}" if code else f"wrote no {metrics.name}"
+        problem = f"failed with exit code {code}" if code else f"wrote no {metrics.name}"
         raise UsageError(
-            f"{recipe} under {world} {what}: {cause(printed)}\nA recipe must take the flags --max-steps, --output-dir "
-            "and those of the strategy, as unitrain.parse_command_line provides them, and write metrics.jsonl."
+            f"{recipe} under {world} {problem}: {cause(printed)}\nA recipe must take the flags --max-steps, "
+            "--output-dir and the strategy's, as unitrain.parse_command_line provides them, and write "
+            "metrics.jsonl."
         )
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def _compared(world: World, alone: Sequence[dict[str, float]], found: Sequence[dict[str, float]]) -> Verdict:
+def _compared(world: World, alone: Sequence[dict[str, float]], metrics: Sequence[dict[str, float]]) -> Verdict:
     """Return the relative deviations of a world's metrics from the metrics of one process."""
-    if [row.get("step") for row in alone] != [row.get("step") for row in found]:
+    if [row.get("step") for row in alone] != [row.get("step") for row in metrics]:
         return Verdict(str(world), world.backend, "recipe", EXACT, problems=("its metrics are of other steps",))
+    # Relative, since the metrics have different scales; the smallest float avoids a division by zero.
     worst = {
-        name: max(abs(b[name] - a[name]) / max(abs(a[name]), 1e-300) for a, b in zip(alone, found, strict=True))
+        name: max(abs(b[name] - a[name]) / max(abs(a[name]), 1e-300) for a, b in zip(alone, metrics, strict=True))
         for name in _COMPARED
-        if all(name in row for row in (*alone, *found))
+        if all(name in row for row in (*alone, *metrics))
     }
     problems = tuple(f"{name} deviates by {worst[name]:.1e}" for name in _COMPARED if worst.get(name, 1.0) > EXACT)
     loss = max(worst.get("train_loss", 0.0), worst.get("val_loss", 0.0))
@@ -125,7 +145,9 @@ def _compared(world: World, alone: Sequence[dict[str, float]], found: Sequence[d
 
 
 def _trials(worlds: Sequence[World], device: str, folders: Path, progress: Progress) -> Iterator[Verdict]:
+    """Train every case in the plain loop and in each world, and yield a verdict for each case and world."""
     reference = pick_device(device, Launch("python"))
+    # Once: all worlds are compared with the same training.
     expected = {case.name: plain.train(case, reference) for case in CASES}
     for world in _announced(worlds, progress):
         folder = folders / f"{world} {world.backend}"
@@ -137,6 +159,7 @@ def _trials(worlds: Sequence[World], device: str, folders: Path, progress: Progr
         code, output = run_to_end(*command, environment=launch_environment())
         for case in cases:
             paths = [folder / f"{case.name}.{rank}.pt" for rank in range(world.size)]
+            # A world may fail in one case, after it has finished others.
             if all(path.exists() for path in paths):
                 ranks = [Trace(**torch.load(path, weights_only=True)) for path in paths]
                 yield compare(str(world), world.backend, case, expected[case.name], ranks)
@@ -162,6 +185,7 @@ def _print(verdicts: Sequence[Verdict], console: Console) -> None:
         colour = "green" if same == len(cases) else "red"
         table.add_row(world, backend, *(f"{c:.0e}" for c in cells), f"[{colour}]{same}/{len(cases)}")
     console.print(table)
+    # A launcher that fails gives one problem for all cases. It is printed once.
     printed: set[tuple[str, ...]] = set()
     for v in verdicts:
         if not v.passed and (not v.problems or v.problems not in printed):

@@ -12,13 +12,20 @@ from unitrain.launch.detect import Launch
 from unitrain.launch.local.launchers import local_launchers
 from unitrain.settings.strategy_config import StrategyConfig
 
+# Three processes divide a batch unevenly. Two are enough for launchers that are slow to start.
 _SIZES = {"python": (1,), "torchrun": (2, 3), "mpirun": (2, 3), "horovodrun": (2,), "srun": (2,)}
 _NONE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class World:
-    """A number of processes that a launcher starts on this host, and a backend that works under it."""
+    """A number of processes that a launcher starts on this host, and a backend that works under it.
+
+    Attributes:
+        launcher: one of ``local_launchers()``.
+        size: the number of processes.
+        backend: the name of the backend.
+    """
 
     launcher: str
     size: int
@@ -29,7 +36,12 @@ class World:
 
 
 def find_worlds(backends: Sequence[str], *, device: str = "cpu") -> list[World]:
-    """Return the worlds that can be started here with any of ``backends``."""
+    """Return the worlds that can be started here with any of ``backends``.
+
+    Args:
+        backends: names of backends.
+        device: the setting ``device`` that the worlds must support.
+    """
     return [
         world
         for launcher in local_launchers()
@@ -40,11 +52,18 @@ def find_worlds(backends: Sequence[str], *, device: str = "cpu") -> list[World]:
 
 
 def works(world: World, device: str, settings: Mapping[str, Any] = _NONE) -> bool:
-    """Return whether the backend of a world supports the launcher, the device and settings."""
+    """Return whether the backend of a world supports the launcher, the device and settings.
+
+    Args:
+        world: the world.
+        device: the setting ``device``.
+        settings: further settings of the strategy.
+    """
     launch = Launch(world.launcher, world_size=world.size, local_world_size=world.size)
     try:
-        found = load_backend(world.backend)
-        found.check(StrategyConfig(**{"backend": world.backend, "device": device, **settings}), launch)
+        # Asked of the backend itself, so that plug-ins are judged by their own rules.
+        kind = load_backend(world.backend)
+        kind.check(StrategyConfig(**{"backend": world.backend, "device": device, **settings}), launch)
     except UnitrainError:
         return False
-    return found.expected_world(launch) == launch.world_size
+    return kind.expected_world(launch) == launch.world_size

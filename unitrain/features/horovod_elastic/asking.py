@@ -29,7 +29,15 @@ _WAITS = (
 def next_place(server: str, host: str, local_rank: str) -> dict[str, str] | None:
     """Return the variables of the next rank, once every process of the job has asked for its own, or has ended.
 
-    They are None if the job goes on without this process. ``host`` is its host's name as horovodrun knows it.
+    Blocks until then, which may take minutes. The variables are None if the job continues without this process.
+
+    Args:
+        server: host:port of the server of horovodrun's elastic driver.
+        host: the name of this process's host as horovodrun knows it.
+        local_rank: the rank among the processes of the host, which stays the same.
+
+    Raises:
+        ConnectionError: the driver has gone, or its answer makes no sense.
     """
     connection = _connected(server)
     try:
@@ -46,11 +54,15 @@ def next_place(server: str, host: str, local_rank: str) -> dict[str, str] | None
         connection.close()
     if numbers[0] == _NO_PLACE:
         return None
+    # As horovodrun sets them when it starts a process.
     return {f"HOROVOD_{name}": str(number) for name, number in zip(VARIABLES, numbers, strict=True)}
 
 
 def _connected(server: str) -> http.client.HTTPConnection:
-    """Return a connection to the driver's server, which may be out of reach for a while, but not closed."""
+    """Return a connection to the driver's server, which may be out of reach for a while, but not closed.
+
+    Tries for ``_REACH_S``, unless the connection is refused: then the driver has ended.
+    """
     deadline = time.monotonic() + _REACH_S
     while True:
         connection = http.client.HTTPConnection(server, timeout=_ATTEMPT_S)
@@ -59,6 +71,7 @@ def _connected(server: str) -> http.client.HTTPConnection:
             break
         except OSError as error:
             connection.close()
+            # A refused connection means that the host is reached, but the driver has ended.
             if isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
                 raise _no_rank(server, error) from error
             time.sleep(_RETRY_S)
@@ -73,6 +86,7 @@ def _connected(server: str) -> http.client.HTTPConnection:
 
 
 def _no_rank(server: str, error: Exception) -> ConnectionError:
+    """Return the error that the driver has given no rank, with its cause."""
     return ConnectionError(f"horovodrun gave no new rank at {server}: {error or type(error).__name__}")
 
 

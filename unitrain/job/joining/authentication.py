@@ -36,7 +36,7 @@ _MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(gettempdir())
 
 @dataclass(frozen=True)
 class JobKey:
-    """The key of a job, derived from its secret and from what each rank has drawn: new in each job."""
+    """The key of a job, derived from the job's secret and random bytes of each rank, and so new in each job."""
 
     value: bytes
     is_secret: bool
@@ -46,13 +46,28 @@ class JobKey:
 def authenticate(
     communicator: Communicator, backend: Backend, launch: Launch, timeout_s: float, environ: Mapping[str, str]
 ) -> JobKey:
-    """Agree on the job's key, and check that every rank knows the job's secret. Collective."""
+    """Agree on the job's key, and check that every rank knows the job's secret. Collective.
+
+    Args:
+        communicator: connects the ranks. Until this returns, another program may be one of them.
+        backend: the started backend, which says whether the ranks it connects are known to be the launcher's.
+        launch: how this process was started.
+        timeout_s: how long to wait for the launcher's store, in seconds.
+        environ: the environment, which may have UNITRAIN_JOB_SECRET.
+
+    Returns:
+        The same key on every rank. It is no secret if the ranks share none.
+
+    Raises:
+        ConfigError: the secret is too short, is set on some ranks only, or differs between them.
+    """
     given = environ.get(SECRET, "")
     if given and len(given) < _FEWEST_CHARACTERS:
         raise ConfigError(
             f"{SECRET} has {len(given)} characters, but needs {_FEWEST_CHARACTERS}, or it can be guessed. {_REMEDY}"
         )
     nonce = secrets.token_bytes(_BYTES)
+    # The ranks of one host can share a file that only their user can read.
     in_file = not given and launch.local_world_size == launch.world_size
     with _written(_file_of(nonce)) if in_file and communicator.is_main else nullcontext():
         nonces = _exchange(communicator, nonce, has_variable=bool(given))
@@ -60,12 +75,13 @@ def authenticate(
             secret: bytes | None = given.encode(errors="surrogateescape")
         elif in_file:
             secret = _read(_file_of(nonces[:_BYTES]))
+        # MPI connects the launcher's processes only, so that rank 0 may send the secret itself.
         elif backend.authenticated:
-            drawn = torch.frombuffer(bytearray(secrets.token_bytes(_BYTES)), dtype=torch.uint8)
-            secret = communicator.broadcast(drawn).numpy().tobytes()
+            secret = communicator.broadcast(_tensor(secrets.token_bytes(_BYTES))).numpy().tobytes()
         else:
             secret = shared_secret(launch, timeout_s)
         is_known = communicator.all_reduce(torch.tensor(secret is not None), "min").item()
+    # Without a secret the key still tells this job from another at the same address.
     if secret is None or not is_known:
         return JobKey(hmac.digest(b"", nonces, "sha256"), is_secret=False)
     key = hmac.digest(secret, nonces, "sha256")
@@ -74,7 +90,11 @@ def authenticate(
 
 
 def _exchange(communicator: Communicator, nonce: bytes, *, has_variable: bool) -> bytes:
-    """Return what all ranks have drawn, which makes the key new; check that all or none have the variable."""
+    """Gather the random bytes that all ranks have drawn. Check that all ranks or none have the variable. Collective.
+
+    Returns:
+        The nonces of all ranks, in order.
+    """
     gathered = communicator.all_gather(_tensor(bytes([has_variable]) + nonce))
     lacking = [rank for rank, has in enumerate(gathered[:, 0].tolist()) if not has]
     if 0 < len(lacking) < communicator.world_size:
@@ -85,9 +105,9 @@ def _exchange(communicator: Communicator, nonce: bytes, *, has_variable: bool) -
 
 
 def _check_proofs(communicator: Communicator, key: bytes) -> None:
-    """Check that each rank can sign its number with the key."""
-    own = hmac.digest(key, f"rank {communicator.rank}".encode(), "sha256")
-    proofs = [row.numpy().tobytes() for row in communicator.all_gather(_tensor(own))]
+    """Check that each rank can sign its number with the key. Collective, and raises ConfigError on every rank."""
+    signature = hmac.digest(key, f"rank {communicator.rank}".encode(), "sha256")
+    proofs = [row.numpy().tobytes() for row in communicator.all_gather(_tensor(signature))]
     wrong = [
         rank
         for rank, proof in enumerate(proofs)
@@ -101,10 +121,12 @@ def _check_proofs(communicator: Communicator, key: bytes) -> None:
 
 
 def _tensor(data: bytes) -> torch.Tensor:
+    """Return bytes as a tensor of dtype uint8, which every backend can gather."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _file_of(nonce: bytes) -> Path:
+    """Return the path of the file with the job's secret. Rank 0's nonce, which no other program can guess, names it."""
     return _MEMORY / f"unitrain-{nonce.hex()}"
 
 
@@ -123,6 +145,7 @@ def _read(file: Path) -> bytes | None:
     """Return the secret in a file; None if this user has not written it, or others can read it."""
     try:
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+            # The open file is checked, and not the path, which another user could replace in between.
             status = os.fstat(opened.fileno())
             mine = status.st_uid == os.geteuid() and status.st_nlink == 1 and status.st_mode == stat.S_IFREG | 0o600
             return opened.read() if mine and status.st_size == _BYTES else None

@@ -25,7 +25,17 @@ _OWN_SETTINGS = frozenset({"device", "pin_memory"})
 
 
 def handshake(communicator: Communicator, config: StrategyConfig, backend: type[Backend]) -> list[Member]:
-    """Check that all ranks run the same thing, and return all processes of the job, by rank. Collective."""
+    """Check that all ranks run the same thing, and return all processes of the job, by rank. Collective.
+
+    Args:
+        communicator: connects the ranks.
+        config: the resolved settings of this rank.
+        backend: the class of the backend.
+
+    Raises:
+        ConfigError: a setting, a version, the code of UniTrain or the script differs between ranks. It is raised on
+            all.
+    """
     difference = difference_between_ranks(communicator, _facts(config, backend))
     if difference is not None:
         name, values = difference
@@ -34,6 +44,7 @@ def handshake(communicator: Communicator, config: StrategyConfig, backend: type[
         else:
             hint = "Install and start the same version on every host"
         raise ConfigError(f"the ranks do not run the same: {name} is {values}. {hint}.")
+    # A pid may be reused, so it takes the time of the start to tell a process.
     process = (socket.gethostname(), os.getpid(), start_time(os.getpid()))
     return [Member(rank, *fields) for rank, fields in enumerate(communicator.all_gather_data(process))]
 
@@ -50,12 +61,14 @@ def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
         "UniTrain": version("unitrain"),
         "torch": str(torch.__version__),
         **backend.versions(),
+        # Versions do not tell a checkout that was changed on some hosts only. Digests of the files do.
         "the code of UniTrain": _digest(*sorted(package.parent.rglob("*.py")), backend_file),
         f"the script {script.name}": _digest(script) if script.is_file() else None,
     }
 
 
 def _digest(*files: Path) -> str:
+    """Return the first 12 hexadecimal digits of the SHA-256 of files, read in this order."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())

@@ -29,6 +29,10 @@ def watched_start(launch: Launch, config: StrategyConfig) -> Iterator[None]:
 
     A rank counts as ended if it has had no process for ``heartbeat_timeout_s``. Ranks of other hosts are not seen from
     here: for them, the block is given up after 1.5 ``timeout_s``, if the libraries have not done so before.
+
+    Args:
+        launch: how this process was started. In a world of one, nothing is watched.
+        config: has ``heartbeat_timeout_s`` and ``timeout_s``, in seconds.
     """
     if launch.world_size == 1:
         yield
@@ -44,12 +48,18 @@ def watched_start(launch: Launch, config: StrategyConfig) -> Iterator[None]:
 
 
 def _watch(launch: Launch, config: StrategyConfig, joined: threading.Event) -> None:
+    """Look for the ranks of this host until all have joined. Runs in a thread of every rank, and ends the process.
+
+    Looking through the processes of a host takes milliseconds, so it is done about once a second.
+    """
     patience_s = min(config.heartbeat_timeout_s, config.timeout_s)
+    # By their processes, since nothing connects the ranks yet.
     ranks = LocalRanks(launch)
     began = checked_at = time.monotonic()
     # Launchers start all ranks of a host at once. Without one, only a rank that was seen can be missed.
     all_started = launch.launcher != "env" and ranks.all_visible()
     seen_at = dict.fromkeys(range(launch.local_world_size), began) if all_started else {}
+    # Several checks must fit into the patience, which may be short in tests.
     while not joined.wait(min(_CHECK_S, patience_s / 5)):
         now = time.monotonic()
         present = ranks.present()
@@ -74,6 +84,7 @@ def _watch(launch: Launch, config: StrategyConfig, joined: threading.Event) -> N
             is_first = launch.rank == 0
         else:
             continue
+        # The others wait a little, so that one line is printed, and not one for each rank.
         if not joined.wait(0 if is_first else _FIRST_S):
             me = f"rank {launch.rank} on {socket.gethostname()} (pid {os.getpid()})"
             end_for_others(f"unitrain: {me}: stopped because {reason}.")

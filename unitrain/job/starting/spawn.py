@@ -62,6 +62,7 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
         raise UsageError(f"unitrain.spawn: nprocs is {nprocs}, but must be at least 1.")
     _check_importable(fn)
     try:
+        # Tried here, for one clear message: in the child, the error would be one of multiprocessing.
         pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
@@ -86,7 +87,11 @@ def _check_importable(fn: Callable[..., object]) -> None:
 
 @contextmanager
 def spawn_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environments of ``nprocs`` ranks, and keep the store open that serves their rendezvous."""
+    """Yield the environments of ``nprocs`` ranks, and keep the store open that serves their rendezvous.
+
+    Args:
+        nprocs: number of ranks, all on this host.
+    """
     store = open_on_loopback(0)
     job = {
         OVERRIDE: "spawn",
@@ -103,7 +108,13 @@ def spawn_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
 
 @dataclass
 class _Report:
-    """How a rank ended, as reported by itself."""
+    """How a rank ended, as reported by itself.
+
+    Attributes:
+        result: what its function has returned.
+        error: its exception, which can be pickled; None if it has ended without one.
+        trace: the traceback of the exception, formatted.
+    """
 
     result: Any = None
     error: BaseException | None = None
@@ -121,7 +132,16 @@ def run_processes(
     context: SpawnContext | ForkServerContext,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Run ``fn(*args)`` in one process per environment, which must be complete, and return their results.
+    """Run ``fn(*args)`` in one process per environment, and return their results.
+
+    Blocks until all have ended. On Ctrl-C, each rank gets time to save its open checkpoint.
+
+    Args:
+        fn: the function, at the top level of a module.
+        args: its arguments, which can be pickled.
+        environments: the environment of each rank, which must be complete.
+        context: how processes are started: anew, or forked from a server.
+        timeout_s: time limit in seconds; None for none.
 
     Raises:
         TimeoutError: a process had not ended after ``timeout_s``.
@@ -135,6 +155,7 @@ def run_processes(
         for environ in environments:
             receiver, sender = context.Pipe(duplex=False)
             receivers.append(receiver)
+            # The parent closes its copy, so that the end of the rank closes the pipe.
             with sender:
                 process = context.Process(target=run_rank, args=(sender, dict(environ), fn, args))
                 process.start()
@@ -143,6 +164,7 @@ def run_processes(
         join(processes, deadline)
         return results
     except KeyboardInterrupt:
+        # The terminal has sent Ctrl-C to the ranks as well.
         end(processes, _LEAVE_S)  # a rank with an open checkpoint saves it first
         raise
     finally:
@@ -152,8 +174,15 @@ def run_processes(
 
 
 def collect(processes: list[BaseProcess], receivers: list[Connection], deadline: float | None) -> list[Any]:
-    """Return the results of all processes, in order. Raise the first failure, after ending all processes."""
+    """Return the results of all processes, in order. Raise the first failure, after ending all processes.
+
+    Args:
+        processes: the started processes, by rank.
+        receivers: the pipe of each, through which it sends one report.
+        deadline: when to give up, by the monotonic clock; None for never.
+    """
     reports: dict[int, _Report] = {}
+    # A failure may be the consequence of one that is reported a moment later, so the first report is not taken at once.
     settled_at = math.inf
     while len(reports) < len(processes) and time.monotonic() < settled_at:
         waiting = [rank for rank in range(len(processes)) if rank not in reports]
@@ -183,11 +212,13 @@ def join(processes: list[BaseProcess], deadline: float | None) -> None:
 
 
 def _check_deadline(deadline: float | None, late: list[int]) -> None:
+    """Raise TimeoutError if there are late ranks, and the deadline has passed."""
     if late and deadline is not None and time.monotonic() >= deadline:
         raise TimeoutError(f"these ranks did not end in time: {late}")
 
 
 def _receive(rank: int, process: BaseProcess, receiver: Connection) -> _Report:
+    """Return the report of a rank, or one that says how the rank died. Blocks for seconds at most."""
     try:
         if not receiver.poll():  # dead, and one of its children keeps its pipe open
             raise EOFError
@@ -203,14 +234,17 @@ def _receive(rank: int, process: BaseProcess, receiver: Connection) -> _Report:
 
 
 def _death(rank: int, process: BaseProcess) -> CommunicationError:
+    """Return the error of a rank that has ended without a report."""
     code = process.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     return CommunicationError(f"rank {rank} (pid {process.pid}) {how} before it had finished.")
 
 
 def _fail(rank: int, report: _Report, processes: list[BaseProcess]) -> None:
+    """End all processes, and raise the error of the rank that failed first."""
     assert report.error is not None
     if isinstance(report.error, SystemExit):
+        # They stop at the same boundary, and may still be writing their checkpoint.
         leave_by = time.monotonic() + _LEAVE_S
         for process in processes:
             process.join(max(0.0, leave_by - time.monotonic()))
@@ -219,7 +253,7 @@ def _fail(rank: int, report: _Report, processes: list[BaseProcess]) -> None:
 
 
 def end(processes: list[BaseProcess], patience_s: float = _TERMINATE_S) -> None:
-    """End all processes, with SIGTERM and after some time with SIGKILL."""
+    """End all processes, with SIGTERM and after ``patience_s`` seconds with SIGKILL. Return when all have ended."""
     for process in processes:
         if process.exitcode is None:
             process.terminate()
@@ -232,10 +266,18 @@ def end(processes: list[BaseProcess], patience_s: float = _TERMINATE_S) -> None:
 
 
 def run_rank(sender: Connection, environ: dict[str, str], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Run ``fn(*args)`` as one rank in this process, and report its result. End the process if it fails."""
+    """Run ``fn(*args)`` as one rank in this process, and report its result. End the process if it fails.
+
+    Args:
+        sender: takes the report, once.
+        environ: the environment of the rank.
+        fn: the function to run.
+        args: its arguments.
+    """
     # A rank is killed when its parent dies. A forkserver, the parent of the processes that it forks, ends with the
     # process that started it.
     end_with_parent()
+    # A forked process has its server's environment, of an earlier time.
     os.environ.clear()
     os.environ.update(environ)
     try:
@@ -245,6 +287,7 @@ def run_rank(sender: Connection, environ: dict[str, str], fn: Callable[..., obje
         sender.send_bytes(pickle.dumps(_Report(error=failure, at=time.monotonic())))
         raise
     except BaseException as error:
+        # Reported before the watch ends this process; the error itself is sent, so that the parent can raise it.
         at, place = time.monotonic(), excepthook.place(error.__traceback__)
         report = _Report(error=_portable(error), trace=traceback.format_exc(), place=place, at=at)
         sender.send_bytes(pickle.dumps(report))
@@ -256,6 +299,7 @@ def run_rank(sender: Connection, environ: dict[str, str], fn: Callable[..., obje
 def _portable(error: BaseException) -> BaseException:
     """Return the error, or a UnitrainError with the same message if it can't be pickled."""
     try:
+        # An exception with other arguments in its __init__ can often be pickled, but not read again.
         pickle.loads(pickle.dumps(error))
     except Exception:
         return UnitrainError(f"{type(error).__name__}: {error}")

@@ -18,8 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -34,7 +35,7 @@ sys.path[:] = {}
 from unitrain.job.starting.supervisor import supervise
 sys.exit(supervise(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))"""
 
-# Success, a wrong setting, not finite, stopped by SIGINT, SIGUSR1 or SIGTERM: a restart would end the same way.
+# Success, a wrong setting, NaN or infinity, stopped by SIGINT, SIGUSR1 or SIGTERM: a restart would end the same way.
 _FINAL_CODES = frozenset({0, 2, 3, 130, 138, 143})
 _STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 _SIGNALS = _STOPS | {signal.SIGHUP}
@@ -55,8 +56,16 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
 
     After an unexpected failure the command is restarted, at most ``max_restarts`` times. The first SIGTERM, SIGINT or
     SIGUSR1 is forwarded, and the command is not restarted after it; a second SIGTERM or SIGINT kills the command. If
-    this process gets a SIGHUP or is killed, the ranks get a SIGTERM, and 30 s to save. Everything that the command
-    has started is killed when it ends, and nothing else.
+    this process gets a SIGHUP or is killed, the ranks get a SIGTERM, and 30 s to save. Everything that the command has
+    started is killed when it ends, and nothing else.
+
+    Args:
+        command: the program and its arguments.
+        max_restarts: how often the command is started again at most.
+
+    Raises:
+        ConfigError: ``max_restarts`` is negative.
+        LaunchError: the system is not Linux, there is no command, or it can't be started.
     """
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts is {max_restarts}, but must be an integer >= 0.")
@@ -65,21 +74,23 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
     if not command:
         raise LaunchError("no command was given: write it after --, as in unitrain run -- mpirun -np 2 ...")
     forwarded = _STOPS if _ignores_hangups() else _SIGNALS
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})  # the supervisor inherits this
+    # The supervisor inherits this.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})
     try:
         supervisor = subprocess.Popen(
             [sys.executable, "-c", _SUPERVISOR.format(sys.path), str(os.getpid()), str(max_restarts), *command],
             start_new_session=True,  # it receives Ctrl-C from this process only, once
         )
         while (code := supervisor.poll()) is None:
-            got = signal.sigtimedwait({*forwarded, signal.SIGCHLD}, _CHECK_S)
-            if got is not None and got.si_signo != signal.SIGCHLD:
-                supervisor.send_signal(got.si_signo)
+            received = signal.sigtimedwait({*forwarded, signal.SIGCHLD}, _CHECK_S)
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                # The supervisor is in another session, so that this is the only signal that it gets.
+                supervisor.send_signal(received.si_signo)
         if code < 0:
             _print(f"its supervisor (pid {supervisor.pid}) {_describe(code)}; the command gets a SIGTERM.")
         return code if code >= 0 else 128 - code
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def _ignores_hangups() -> bool:
@@ -88,7 +99,13 @@ def _ignores_hangups() -> bool:
 
 
 def supervise(parent: int, max_restarts: int, command: Sequence[str]) -> int:
-    """Run the command as a child of this process, the supervisor, and return the exit code of ``run``."""
+    """Run the command as a child of this process, the supervisor, and return the exit code of ``run``.
+
+    Args:
+        parent: the id of the process that runs ``run``.
+        max_restarts: as in ``run``.
+        command: as in ``run``.
+    """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD}) - {*_SIGNALS, signal.SIGCHLD}
     # Orphaned descendants become children of this process, in whichever session they are.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -105,12 +122,21 @@ def supervise(parent: int, max_restarts: int, command: Sequence[str]) -> int:
 
 
 def _run(parent: int, command: Sequence[str], max_restarts: int, mask: Iterable[int]) -> int:
+    """Run the command, again after each unexpected failure, and return the exit code of ``run``.
+
+    Args:
+        parent: as in ``supervise``.
+        command: as in ``run``.
+        max_restarts: as in ``run``.
+        mask: the signals that are blocked in the command, as they are in the process that the user has started.
+    """
     quick_failures = 0
     for restart in range(1, max_restarts + 2):
         attempt = _Attempt(parent, command, mask)
         started = time.monotonic()
         code = attempt.wait()
         _kill_all()
+        # Ranks of a failed attempt would hold GPUs and ports that the next one needs.
         seconds = time.monotonic() - started
         if attempt.stopped or code in _FINAL_CODES or not max_restarts:
             break
@@ -118,6 +144,7 @@ def _run(parent: int, command: Sequence[str], max_restarts: int, mask: Iterable[
         if restart > max_restarts:
             _print(f"{ended}; no restarts left (--max-restarts {max_restarts}).")
             break
+        # A command that fails at once would otherwise use up its restarts within seconds, while a host comes back, say.
         quick_failures = quick_failures + 1 if seconds < _QUICK_S else 0
         pause = min(2.0 ** (quick_failures - 1), _LONGEST_PAUSE_S) if quick_failures else 0.0
         _print(f"{ended}; restart {restart} of {max_restarts}{f' in {pause:g} s' if pause else ''}.")
@@ -128,7 +155,11 @@ def _run(parent: int, command: Sequence[str], max_restarts: int, mask: Iterable[
 
 
 class _Attempt:
-    """One run of the command."""
+    """One run of the command.
+
+    Attributes:
+        stopped: whether a signal to stop has been forwarded, so that the command is not restarted.
+    """
 
     def __init__(self, parent: int, command: Sequence[str], mask: Iterable[int]) -> None:
         self._parent = parent
@@ -173,11 +204,13 @@ class _Attempt:
                 self._stop(signal.Signals(got.si_signo))
 
     def _kill(self, number: int) -> int:
+        """Kill the command and its descendants, and return the negative number of the signal that asked for it."""
         _kill_all()
         self._process.returncode = -signal.SIGKILL
         return -number
 
     def _stop(self, number: signal.Signals) -> None:
+        """Send a signal to the ranks on this host, or to the command if there are none."""
         self.stopped = True
         self._signalled = _receivers(psutil.Process(self._process.pid), number)
         for process in self._signalled:
@@ -191,6 +224,7 @@ class _Attempt:
         if self._ended_at is None:
             self._ended_at = time.monotonic()
         elif time.monotonic() - self._ended_at > _LEAVE_S:
+            # SIGTERM ends torchrun for good. It would take the end of its ranks for a failure, and start them again.
             self._signalled.clear()
             self._process.terminate()
 
@@ -201,6 +235,7 @@ class _Attempt:
             if pid == self._process.pid:
                 self._process.returncode = os.waitstatus_to_exitcode(status)
                 return self._process.returncode
+            # Nothing else has ended. ChildProcessError is impossible while the command itself is a child.
             if pid == 0:
                 return None
 
@@ -210,40 +245,41 @@ def _receivers(command: psutil.Process, number: signal.Signals) -> list[psutil.P
 
     Of a shell and the program that it runs, the one that handles the signal gets it: it would kill the other.
     """
-    ranks = list(_ranks(command)) or [command]
-    return [process for rank in ranks for process in list(_handlers(rank, number)) or [rank]]
+    ranks = list(_topmost(command, _is_rank)) or [command]
+    handles = partial(_handles, number=number)
+    return [process for rank in ranks for process in list(_topmost(rank, handles)) or [rank]]
 
 
-def _ranks(process: psutil.Process) -> Iterator[psutil.Process]:
+def _topmost(process: psutil.Process, condition: Callable[[psutil.Process], bool]) -> Iterator[psutil.Process]:
+    """Yield the topmost processes in a tree that meet a condition: below one that does, no other is looked for."""
     try:
-        environ = process.environ()
+        matches = condition(process)
         children = process.children()
-    except psutil.Error:  # the process has just ended
+    except (OSError, psutil.Error):  # the process has just ended
         return
-    if any(name in environ and environ[name] != os.environ.get(name) for name in _RANK_VARIABLES):
+    if matches:
         yield process
         return
     for child in children:
-        yield from _ranks(child)
+        yield from _topmost(child, condition)
 
 
-def _handlers(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
-    try:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        children = process.children()
-    except (OSError, psutil.Error):
-        return
-    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-    if caught >> (number - 1) & 1:
-        yield process
-        return
-    for child in children:
-        yield from _handlers(child, number)
+def _is_rank(process: psutil.Process) -> bool:
+    """Return whether a process is a rank: a launcher has set its rank, or has changed the rank that it inherited."""
+    environ = process.environ()
+    return any(name in environ and environ[name] != os.environ.get(name) for name in _RANK_VARIABLES)
+
+
+def _handles(process: psutil.Process, number: signal.Signals) -> bool:
+    """Return whether a process has a handler for a signal, according to the mask SigCgt in proc(5)."""
+    caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _kill_all() -> None:
     """Kill all descendants of this process."""
     while True:
+        # Again and again: a process may start another one between the listing and the kill.
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -254,6 +290,7 @@ def _kill_all() -> None:
 
 
 def _describe(code: int) -> str:
+    """Return how a process has ended, given its exit code, which is negative if a signal killed it."""
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 

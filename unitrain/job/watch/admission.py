@@ -35,7 +35,13 @@ async def admit_ranks(
 ) -> dict[int, socket.socket]:
     """Return a connection to every rank, which does not block; none if not all have connected in time.
 
-    The listener is closed in the end.
+    The listener is closed in the end. Runs in the hub's thread.
+
+    Args:
+        listener: a listening socket, which the ranks connect to.
+        key: the job's key, which a rank must prove to have.
+        world_size: the number of ranks, rank 0 included.
+        timeout_s: how long to wait for all of them, in seconds.
     """
     admitted: dict[int, socket.socket] = {}
     complete, room = asyncio.Event(), asyncio.Semaphore(_MOST_NEWCOMERS)
@@ -48,6 +54,7 @@ async def admit_ranks(
             pass
         finally:
             room.release()
+            # The first connection of a rank counts. A second one would be a rank that was started twice.
             if rank < world_size and rank not in admitted:
                 admitted[rank] = newcomer
             else:
@@ -95,7 +102,11 @@ async def _accept(
 
 
 async def _rank_of(newcomer: socket.socket, key: bytes) -> int:
-    """Challenge a connection, and return its rank. OSError is raised if it has ended, or its answer is wrong."""
+    """Challenge a connection, and return its rank, a number that may be out of range.
+
+    Raises:
+        OSError: the connection has ended, or its answer is wrong.
+    """
     loop = asyncio.get_running_loop()
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     await loop.sock_sendall(newcomer, challenge)
@@ -113,7 +124,20 @@ async def _rank_of(newcomer: socket.socket, key: bytes) -> int:
 
 
 def introduce(addresses: Sequence[str], port: int, key: bytes, rank: int, timeout_s: float) -> socket.socket:
-    """Return a connection to the hub at rank 0's host, after each end has shown the other that it has the job's key."""
+    """Return a connection to the hub at rank 0's host, after each end has shown the other that it has the job's key.
+
+    Blocks for up to ``timeout_s``, in the main thread of every rank.
+
+    Args:
+        addresses: the addresses of rank 0's host, tried in this order.
+        port: the port that the hub listens at.
+        key: the job's key.
+        rank: this process's rank.
+        timeout_s: how long to try, in seconds.
+
+    Raises:
+        CommunicationError: the hub can't be reached, does not answer, or does not have the key.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         connection = reach(addresses, port)
@@ -132,6 +156,7 @@ def introduce(addresses: Sequence[str], port: int, key: bytes, rank: int, timeou
                 f"rank {rank} connected to rank 0 at {', '.join(addresses)}, port {port}, but was not admitted within "
                 f"{timeout_s:g} s ({error}). Check that no other program fills that port with connections."
             ) from error
+        # The hub must prove itself, too: its messages end processes.
         if not hmac.compare_digest(proof, _proof(key, b"hub", challenge, claim)):
             connection.close()
             raise CommunicationError(
@@ -143,6 +168,7 @@ def introduce(addresses: Sequence[str], port: int, key: bytes, rank: int, timeou
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
+    """Return exactly ``size`` bytes; OSError is raised if the connection ends or times out before."""
     received = b""
     while len(received) < size:
         part = connection.recv(size - len(received))
@@ -153,5 +179,5 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _proof(key: bytes, end: bytes, challenge: bytes, claim: bytes) -> bytes:
-    """Return what only a holder of the key can answer. The two ends answer differently, so none can echo the other."""
+    """Return the HMAC by which one end proves that it has the key. The ends differ, so that none can echo the other."""
     return hmac.digest(key, end + challenge + claim, "sha256")

@@ -9,7 +9,13 @@ from unitrain.pulse import Pulse
 
 
 class Boundaries:
-    """The boundaries of this process, which its pulse counts, and the one to stop at."""
+    """The boundaries of this process, which its pulse counts, and the one to stop at.
+
+    The main thread passes boundaries; the watch's thread holds them and sets where to stop.
+
+    Args:
+        pulse: counts the boundaries that have been passed.
+    """
 
     def __init__(self, pulse: Pulse) -> None:
         self._pulse = pulse
@@ -25,12 +31,20 @@ class Boundaries:
         return self._pulse.boundary + 1
 
     def agree(self, boundary: int, request: BoundaryRequest) -> None:
-        """Set where to stop, and what is to be done there. From any thread."""
+        """Set where to stop, and the request to act on there. From any thread.
+
+        Args:
+            boundary: the number of the boundary, which no rank has passed.
+            request: the action that all ranks do there.
+        """
         self._stop_at, self._request = boundary, request
         self._agreed.set()
 
     def due(self) -> BoundaryRequest | None:
-        """Return the request to act on at the boundary being passed, or None if it is not the one to stop at."""
+        """Return the request to act on at the boundary being passed, or None if it is not the one to stop at.
+
+        Blocks until the ranks have agreed, if they are about to. In the main thread only.
+        """
         self._agreed.wait()  # rank 0 answers at once, or the watch ends the process
         if self._pulse.boundary < self._stop_at:
             return None

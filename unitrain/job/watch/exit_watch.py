@@ -27,6 +27,7 @@ def watch_exit(name: str, pulse: Pulse, *, warn_s: float, end_s: float) -> None:
         end_s: seconds from the end of the script to the end of the process.
     """
     global _watch
+    # A process that opens a second strategy keeps its thread.
     if _watch is None:
         _watch = ExitWatch()
         threading.Thread(target=_watch.run, name="unitrain exit watch", daemon=True).start()
@@ -43,12 +44,13 @@ class ExitWatch:
 
     def run(self) -> None:
         """Run until the process has exited, or end it."""
-        warned, waited_s, before = False, 0.0, self._state()
+        warned, waited_s, last_state = False, 0.0, self._state()
         while waited_s < self.end_s:
             time.sleep(_CHECK_S)
             waited_s += _CHECK_S  # by this clock, a suspended process does not wait
-            if _script_runs() or self._state() != before or self.pulse.phase != USER_CODE:
-                before, waited_s = self._state(), 0.0
+            # A script may train in a thread that is no daemon, after its main thread has ended.
+            if _script_runs() or self._state() != last_state or self.pulse.phase != USER_CODE:
+                last_state, waited_s = self._state(), 0.0
             if waited_s >= self.warn_s and not warned:
                 warned = True
                 print_stacks(
@@ -59,6 +61,7 @@ class ExitWatch:
         exit_now(1, f"unitrain: {self.name}: stopped because it did not exit within {self.end_s:g} s: {_reason()}.")
 
     def _state(self) -> tuple[str, int, int]:
+        """Return a state that changes whenever this process calls the library."""
         return self.pulse.phase, self.pulse.calls, self.pulse.boundary
 
 
@@ -69,8 +72,9 @@ def _script_runs() -> bool:
 
 
 def _reason() -> str:
-    """Return what keeps this process from exiting."""
-    threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    """Return a description of the threads, or else of the exit handlers, that keep this process from exiting."""
+    main = threading.main_thread()
+    threads = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
     if threads:
-        return f"threads that are not daemons: {', '.join(one.name for one in threads)}"
+        return f"threads that are not daemons: {', '.join(threads)}"
     return "an exit handler, or the reader of its stdout"

@@ -25,6 +25,7 @@ SILENT_END = "ended without reporting an error: it was killed, crashed, or calle
 
 
 def _position(beat: messages.Heartbeat) -> str:
+    """Return how far a rank has come in its data, for a message."""
     steps, position = beat.trained
     iterations, samples = divmod(position, ITERATION)
     return f"sample {samples} and epoch {iterations} of its training after {steps} steps"
@@ -48,6 +49,10 @@ def heartbeat_interval_s(heartbeat_timeout_s: float, world_size: int) -> float:
     """Return the seconds between two heartbeats of a rank: 1, or more in a job of more than 125 ranks.
 
     At least three heartbeats fit into the time after which a rank counts as stalled, in smaller jobs five.
+
+    Args:
+        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
+        world_size: the number of ranks, all of which send to one hub.
     """
     return max(min(1.0, heartbeat_timeout_s / 5), min(world_size / _MOST_HEARTBEATS, heartbeat_timeout_s / 3))
 
@@ -86,7 +91,7 @@ class Hub:
         self._requests: list[BoundaryRequest] = []  # the first is being agreed on, or acted on
         self._boundaries: dict[int, int] = {}
         self._settled: set[int] = set()
-        self._noticed = False  # a wait that goes on
+        self._noticed = False  # a wait that still lasts
         self._calls: dict[int, messages.Call] = {}  # of the ranks that have reached their next call
         self.verdict: Verdict | None = None
 
@@ -96,7 +101,13 @@ class Hub:
         return not self._present
 
     def receive(self, rank: int, message: Message, now: float) -> None:
-        """Process a message from a rank."""
+        """Process a message from a rank.
+
+        Args:
+            rank: the rank that has sent it.
+            message: the message.
+            now: the current time in seconds.
+        """
         self._heard_at[rank] = now
         match message:
             case messages.Heartbeat():
@@ -120,12 +131,14 @@ class Hub:
                 self._settled.add(rank)
                 if len(self._settled) == len(self._members):
                     self._requests.pop(0)
+                    # Another request, such as a second signal, may have come meanwhile.
                     if self._requests:
                         self._hold()
             case messages.Leave():
                 self._remove(rank)
 
     def _take_heartbeat(self, rank: int, heartbeat: messages.Heartbeat) -> None:
+        """Record a heartbeat, and whether its rank waits for others."""
         self._heartbeats[rank] = heartbeat
         if rank in self._present and not heartbeat.waits:
             self._busy.add(rank)
@@ -133,24 +146,27 @@ class Hub:
             self._busy.discard(rank)
 
     def _remove(self, rank: int) -> None:
+        """Forget a rank that has left, or has gone: nothing is expected of it any more."""
         self._present.pop(rank, None)
         self._busy.discard(rank)
 
     def _hold(self) -> None:
+        """Begin to agree on a boundary: ask every rank to pass none, and to say which is its next."""
         if len(self._present) == len(self._members):  # otherwise the run is ending
             self._boundaries, self._settled = {}, set()
             self._send(None, messages.Hold())
 
-    def _compare_calls(self, rank: int, mine: messages.Call) -> None:
+    def _compare_calls(self, rank: int, call: messages.Call) -> None:
+        """Compare a rank's call with the others' next call, and let all continue once every rank has made it."""
         # The first stands for all so far: had they differed, the job would have ended.
-        other, theirs = next(iter(self._calls.items()), (rank, mine))
-        if theirs.call != mine.call:
+        other, first = next(iter(self._calls.items()), (rank, call))
+        if first.call != call.call:
             self._decide(
                 rank,
-                f" called {mine.call} at {mine.place}, where rank {other} called {theirs.call} at {theirs.place}: "
+                f" called {call.call} at {call.place}, where rank {other} called {first.call} at {first.place}: "
                 "all ranks must make the same calls, in the same order",
             )
-        self._calls[rank] = mine
+        self._calls[rank] = call
         if len(self._calls) == len(self._members):
             self._calls = {}
             self._send(None, messages.CallsAgree())
@@ -186,6 +202,7 @@ class Hub:
         self._noticed = waited > _NOTICE_S
 
     def _decide_on_error(self, rank: int, error: messages.Failed) -> None:
+        """Decide on a rank's error: it is the first failure, unless it follows from another rank's."""
         if error.secondary:
             self._decide_on_wait(rank, error.text)
         else:
@@ -195,6 +212,7 @@ class Hub:
         """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""
         if self.verdict is not None:
             return
+        # A rank that waits itself is not to blame for the wait, while another computes or has ended.
         culprit = min(self._busy - {rank}, default=None)
         others = self._describe_others(rank)
         if culprit is not None:
@@ -208,6 +226,7 @@ class Hub:
         A heartbeat may be older than another. But a rank that has made more steps must have come further in the data.
         """
         ordered = sorted((*beat.trained, rank) for rank, beat in beats.items())
+        # Neighbours in this order are enough: positions that are sorted have no pair in the wrong order.
         for (steps, position, rank), (more_steps, other_position, other) in pairwise(ordered):
             if position > other_position or (steps == more_steps and position != other_position):
                 ahead, behind = (rank, other) if position > other_position else (other, rank)
@@ -229,6 +248,7 @@ class Hub:
                 f" finished after step {lasting[closing[0]].step}, but rank {waiting[0]} still waits for it, "
                 f"{lasting[waiting[0]]}",
             )
+        # A rank that computes or reads will wake up by itself, so all must be blocked.
         if len(waits) == len(self._present) and all(beat.blocked_s > _DEADLOCK_S for beat in waits.values()):
             self._decide_on_calls(waits)
 
@@ -246,15 +266,26 @@ class Hub:
             )
 
     def _decide(self, rank: int, text: str, *, stalled: bool = False, on_all_ranks: bool = False) -> None:
+        """End the job with a verdict, and tell all ranks. Only the first decision counts.
+
+        Args:
+            rank: the rank to blame.
+            text: how it failed, in words that follow its name.
+            stalled: as in ``messages.Verdict``.
+            on_all_ranks: as in ``messages.Verdict``.
+        """
         if self.verdict is None:
             self.verdict = Verdict(rank, f"{self._members[rank]}{text}", stalled, on_all_ranks)
+            # Rank 0's own watch gets it last: it ends the process that this hub runs in.
             self._send(None, self.verdict)
 
     def _activity(self, rank: int) -> str:
+        """Return the activity of a rank at its last heartbeat, for a message."""
         return str(self._heartbeats[rank]) if rank in self._heartbeats else "starting"
 
     def _describe_others(self, asking: int) -> str:
-        """Return what the ranks that are not waiting are doing, or, if all wait, what each waits in."""
+        """Return a description of the ranks that are not waiting, or, if all are, of the call that each waits in."""
+        # Of thousands of ranks, the message names a few.
         others = nsmallest(_MOST_NAMED, self._busy - {asking})
         if not others:
             others = list(islice((rank for rank in self._present if rank != asking), _MOST_NAMED))

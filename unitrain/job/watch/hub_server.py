@@ -22,7 +22,12 @@ _CHECKS_PER_HEARTBEAT = 4
 
 
 def listen(one_host: bool, backlog: int) -> socket.socket:
-    """Return a listener at a free port: of this host only, or of all its addresses."""
+    """Return a listener at a free port: of this host only, or of all its addresses.
+
+    Args:
+        one_host: whether all ranks are on this host, so that no other host needs to connect.
+        backlog: how many connections may wait to be accepted: one from each rank.
+    """
     if one_host:
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
     if socket.has_dualstack_ipv6():
@@ -33,12 +38,16 @@ def listen(one_host: bool, backlog: int) -> socket.socket:
 class HubServer(threading.Thread):
     """Runs the hub. The thread ends when all ranks have left, or if not all have connected in time.
 
-    A rank must have the job's ``key`` to be admitted, within ``timeout_s``. With ``one_host``, no other host can.
-    The other arguments are those of ``Hub``.
+    Args:
+        members: all processes, by rank.
+        key: the job's key. A rank must have it to be admitted.
+        timeout_s: seconds that a rank may take to connect, and that it may wait for other ranks.
+        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
+        one_host: whether connections from other hosts are impossible.
 
     Attributes:
-        port: the port that it listens at.
-        observers: called with each heartbeat; none by default.
+        port: the port that the hub listens at.
+        observers: called with each heartbeat, in this thread; none by default.
     """
 
     def __init__(
@@ -68,6 +77,7 @@ class HubServer(threading.Thread):
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
+        """Admit all ranks, and serve them until all have left."""
         admitted = await self._admit()
         if not admitted:
             return
@@ -80,6 +90,7 @@ class HubServer(threading.Thread):
         running.add(asyncio.create_task(self._check(hub)))
         while not hub.finished:
             ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            # A bug in the hub must end this thread, so that the ranks notice, and not only a task of it.
             for task in ended:
                 task.result()
         self._send(None, messages.Leave())
@@ -91,6 +102,7 @@ class HubServer(threading.Thread):
         while True:
             self._send(None, messages.HubHeartbeat())
             for _ in range(_CHECKS_PER_HEARTBEAT):
+                # More often than heartbeats are sent, so that a stall is noticed soon after its timeout.
                 hub.check(time.monotonic())
                 await asyncio.sleep(self._interval_s / _CHECKS_PER_HEARTBEAT)
 
@@ -108,11 +120,12 @@ class HubServer(threading.Thread):
         hub.disconnected(rank)
 
     def _hang_up(self, rank: int) -> None:
+        """Close the connection of a rank, and drop the messages that it has not read."""
         writer = self._writers.pop(rank)
         writer.transport.abort()  # closing it would wait for a rank that has stopped reading
 
     def _send(self, rank: int | None, message: Message) -> None:
-        """Send a message to a rank, or to all (None). What a rank does not take now is kept."""
+        """Send a message to a rank, or to all (None). It is buffered while a rank does not read."""
         content = encode(message)
         data = LENGTH.pack(len(content)) + content
         for writer in self._writers.values() if rank is None else [self._writers.get(rank)]:

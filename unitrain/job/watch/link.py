@@ -28,6 +28,7 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
+        # Messages are short, and a verdict must not wait for more of them.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = Connection(connection.detach())
         self._sending = threading.Lock()
@@ -38,7 +39,10 @@ class Link:
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message. If the other end has gone, the message is lost."""
+        """Send a message, from any thread. Blocks while the other end does not read.
+
+        If the other end has gone, the message is lost: the thread that receives notices that.
+        """
         with self._sending:
             try:
                 self._connection.send_bytes(encode(message))
@@ -46,7 +50,13 @@ class Link:
                 return  # the receiving thread notices it too
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Return the next message, or None on a timeout, a closed connection or an invalid message."""
+        """Return the next message, or None on a timeout, a closed connection or an invalid message.
+
+        Only one thread may call this.
+
+        Args:
+            timeout_s: how long to wait for it, in seconds; None for no limit.
+        """
         try:
             if timeout_s is not None and not self._connection.poll(timeout_s):
                 return None
@@ -60,11 +70,16 @@ class Link:
 
 
 def close_in_children(connection: socket.socket | Link) -> None:
-    """Close a forked child's copy of a connection, so that the other end notices when the parent ends."""
+    """Close a forked child's copy of a connection, so that the other end notices when the parent ends.
+
+    Args:
+        connection: is referenced weakly, and need not be removed when it is closed.
+    """
     _sockets.add(connection)
 
 
 def _close_all() -> None:
+    # The set is weak, and may lose members while it is iterated over.
     for connection in list(_sockets):
         connection.close()
 

@@ -22,10 +22,12 @@ class BoundaryRequest:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """From a process: a heartbeat, with what the process is doing."""
+    """From a process: a heartbeat, with its phase, its step and the line of the script that it is at."""
 
     phase: str
+    """The call that waits for other ranks, or ``USER_CODE``."""
     step: int
+    """Optimizer steps that have ended."""
     seconds: float
     """How long it has been doing that."""
     place: str = ""
@@ -45,6 +47,7 @@ class Heartbeat:
         return self.phase != USER_CODE
 
     def __str__(self) -> str:
+        """Return the phase, the step and the line of the script, for messages."""
         where = f", at {self.place}" if self.place else ""
         return f"in {self.phase} after step {self.step}, for {self.seconds:.0f} s{where}"
 
@@ -59,6 +62,7 @@ class Failed:
     """From a process: it is about to end with an error."""
 
     text: str
+    """The error, in one line."""
     secondary: bool = False
     """Whether the error follows from another rank's failure: a collective that failed, say."""
     on_all_ranks: bool = False
@@ -67,12 +71,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class Ask:
-    """From a process: asks what the ranks that it waits for are doing."""
+    """From a process: a question, where the ranks are that it waits for."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """From the hub: what they are doing."""
+    """From the hub: the answer to ``Ask``, a description of those ranks."""
 
     text: str
 
@@ -106,9 +110,10 @@ class Hold:
 
 @dataclass(frozen=True)
 class NextBoundary:
-    """From a process: its next boundary."""
+    """From a process: its next boundary, in answer to ``Hold``. It passes none until it gets a ``Stop``."""
 
     boundary: int
+    """The boundaries of a process are counted from the start of the job."""
 
 
 @dataclass(frozen=True)
@@ -155,17 +160,19 @@ Message = (
     | Stop | Settled | Leave | Verdict | Notice
 )  # fmt: skip
 
+# Made once: pydantic compiles a validator for each class.
 _ADAPTERS: dict[str, TypeAdapter[Message]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
-    """Return the name of a message's class, and its fields as JSON."""
+    """Return the name of a message's class, and its fields as JSON. No message is ever pickled."""
     name = type(message).__name__
     return name.encode() + b" " + _ADAPTERS[name].dump_json(message)
 
 
 def decode(data: bytes) -> Message | None:
     """Return the message that was encoded as ``data``, or None if it is invalid."""
+    # The name comes first, so that a message which is not of these classes is never parsed.
     name, _, fields = data.partition(b" ")
     adapter = _ADAPTERS.get(name.decode(errors="replace"))
     try:

@@ -40,12 +40,12 @@ class Stopped(SystemExit):
     """Raised on every rank, at the same step, when the run is stopped. If uncaught, the process exits with ``code``.
 
     Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1, and 140 for SIGUSR2 under submitit, where rank 0 exits
-    with submitit's code; 3 if a loss or gradient was not finite, with ``on_nonfinite="stop"``.
+    with submitit's code; 3 if a loss or gradient was NaN or infinite, with ``on_nonfinite="stop"``.
     """
 
 
 class Saves(Protocol):
-    """The open checkpoint."""
+    """The open checkpoint, as far as a stop needs it."""
 
     def wait(self) -> None:
         """Wait for the background writer, and raise its error. Collective."""
@@ -133,6 +133,7 @@ class Stopping:
             self._stop_if_due()
 
     def _stop_if_due(self) -> None:
+        """Wait until the ranks have agreed on a boundary, and act if it is this one. Collective."""
         request = self._boundaries.due()
         if request is None:
             return
@@ -149,14 +150,24 @@ class Stopping:
             self.checkpoint.wait()
 
     def _end_by_signal(self, received: int) -> None:
-        """Save a checkpoint, and end the run because of a signal. Collective."""
+        """Save a checkpoint, and end the run because of a signal. Collective.
+
+        Args:
+            received: the number of the signal.
+
+        Raises:
+            Stopped: always, on every rank.
+        """
         number = signal.Signals(received)
         resubmit = self._signals.resubmit.get(number) if self._signals is not None else None
         where = f" and saved in {self.checkpoint.save_now()}" if self.checkpoint is not None else ""
         if self._is_main:
+            # SLURM sends SIGUSR1 before the time limit if the script asks for it (--signal), and SIGTERM when it
+            # preempts.
             requeues = number == signal.SIGUSR1 or (number == signal.SIGTERM and _is_preempted())
             requeued = _requeue() if requeues and resubmit is None else ""
             print_stdout(f"unitrain: stopped by {number.name} after step {self._pulse.step}{where}.{requeued}")
+        # submitit's handler requeues the job itself, so UniTrain must not do it as well.
         if resubmit is not None:
             try:
                 resubmit(number, None)  # on rank 0 it requeues the job and exits
@@ -188,19 +199,22 @@ class StopSignals:
         self.resubmit: dict[int, Handler] = {}
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can set signal handlers
+        # A handler of the script's own would no longer be called if another took its place.
         free = (signal.SIG_DFL, signal.default_int_handler, _wake_up)
-        own = [number for number in _SIGNALS if signal.getsignal(number) in free]
+        unhandled = [number for number in _SIGNALS if signal.getsignal(number) in free]
         handlers = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGUSR2)}
         self.resubmit = {number: handler for number, handler in handlers.items() if _is_submitits(handler)}
         self._receiver, self._sender = socket.socketpair()
+        # As set_wakeup_fd demands: a signal handler must not block.
         self._sender.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        self._replaced = {number: signal.signal(number, _wake_up) for number in (*own, *self.resubmit)}
+        self._replaced = {number: signal.signal(number, _wake_up) for number in (*unhandled, *self.resubmit)}
         _set_up.add(self)
         self._thread = threading.Thread(target=self._listen, name="unitrain signals", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
+        """Call ``request`` for the first signal, and end the process at a second. Runs in a thread, until ``close``."""
         first_at = 0.0
         while numbers := self._receiver.recv(64):
             for number in numbers:
@@ -231,7 +245,8 @@ class StopSignals:
             self._receiver.close()
 
     def restore(self) -> None:
-        """Restore the signal handlers."""
+        """Restore the signal handlers, and the wake-up descriptor that the script may have set."""
+        # The wake-up descriptor is process-wide, as the handlers are.
         if self._replaced:
             signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._replaced.items():
@@ -258,8 +273,8 @@ def _wake_up(number: int, frame: object) -> None:
 def _is_submitits(handler: object) -> TypeGuard[Handler]:
     """Return whether a signal handler is submitit's that requeues a job. Its others only log the signal."""
     owner = type(getattr(handler, "__self__", None))
-    own = any(one.__module__.split(".")[0] == "submitit" for one in owner.__mro__)
-    return own and str(getattr(handler, "__name__", "")).startswith("checkpoint_and")
+    is_submitit = any(base.__module__.split(".")[0] == "submitit" for base in owner.__mro__)
+    return is_submitit and str(getattr(handler, "__name__", "")).startswith("checkpoint_and")
 
 
 def _slurm_job() -> str | None:
@@ -303,5 +318,11 @@ def _requeue() -> str:
 
 
 def _scontrol(*arguments: str) -> str:
+    """Run ``scontrol``, and return its output. It is part of SLURM, and blocks for 30 s at most.
+
+    Raises:
+        OSError: it is not installed.
+        subprocess.SubprocessError: it fails, or does not answer in time.
+    """
     command = ["scontrol", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_S, check=True).stdout

@@ -39,11 +39,20 @@ _LONG_S = 1.0
 class Watch:
     """The watchdog of one process. Collective: connects to the hub, which waits for all ranks.
 
-    It shares ``boundaries``, at which this process can be stopped, with ``Stopping``.
+    Args:
+        communicator: connects the ranks; with it, rank 0 tells the others where the hub listens.
+        members: all processes of the job, by rank.
+        boundaries: at which this process can be stopped; shared with ``Stopping``.
+        config: has the timeouts, in seconds.
+        launch: how this process was started.
+        key: the job's key, which admits a process to the hub.
 
     Attributes:
         members: all processes of the job, by rank.
         key: the job's key.
+
+    Raises:
+        CommunicationError: the hub can't be reached, or not all ranks have connected to it within ``timeout_s``.
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class Watch:
         self._ending = False
         self._left = False
         self._release: Callable[[], None] | None = None
+        # The thread that calls the library. Its stack has the line to report.
         self._script_thread = threading.get_ident()
         self._state, self._since, self._blocked_since = ("", 0, 0), 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="unitrain watch", daemon=True)
@@ -83,6 +93,7 @@ class Watch:
         return str(self._me)
 
     def _connect(self, communicator: Communicator, key: bytes) -> tuple[Link, HubServer | None]:
+        """Start the hub on rank 0, connect to it, and wait until all ranks have. Collective."""
         server: HubServer | None = None
 
         def start() -> tuple[list[str], int]:
@@ -107,7 +118,8 @@ class Watch:
     ) -> Verdict | None:
         """Report that this process is about to end with an error, and return which failure was the first of the job.
 
-        From now on the caller ends this process; a verdict no longer does.
+        From now on the caller ends this process; a verdict no longer does. Blocks for ``patience_s`` and a few seconds
+        at most. None if rank 0 does not answer.
 
         Args:
             text: the error, in one line.
@@ -115,9 +127,7 @@ class Watch:
             secondary: as in ``messages.Failed``.
             on_all_ranks: as in ``messages.Failed``.
         """
-        with self._changed:
-            known = self._verdict is not None
-        if known and not self._ending:  # the watch's thread is about to end the process
+        if self._verdict is not None and not self._ending:  # the watch's thread is about to end the process
             time.sleep(_CLOSE_S)
         with self._changed:
             self._ending = True
@@ -149,33 +159,47 @@ class Watch:
             self._server.observers.append(observer)
 
     def whereabouts(self) -> str:
-        """Return what the ranks that this one waits for are doing, or an empty string if rank 0 does not answer."""
+        """Return a description of the ranks that this rank waits for; an empty string if rank 0 does not answer.
+
+        In the main thread only. Blocks for ``_ANSWER_S`` at most.
+        """
         answer = self._ask(messages.Ask(), messages.Answer, _ANSWER_S)
         return answer.text if answer is not None else ""
 
     def _ask(self, request: Message, expected: type[A], timeout_s: float | None = None) -> A | None:
-        """Send the hub a request, from the main thread, and return its answer; None after ``timeout_s``."""
+        """Send the hub a request, from the main thread, and return its answer; None after ``timeout_s``.
+
+        Args:
+            request: the request.
+            expected: the class of the answer.
+            timeout_s: how long to wait, in seconds; None for no limit: the watch ends this process if the hub has gone.
+        """
         with self._changed:
             self._answer = None
         self._send_heartbeat()
+        # The heartbeat came first, so that the hub knows of the call that this process is in.
         self._link.send(request)
         with self._changed:
             self._changed.wait_for(lambda: isinstance(self._answer, expected), timeout_s)
             return self._answer if isinstance(self._answer, expected) else None
 
     def send(self, message: Message) -> None:
-        """Send the hub a message."""
+        """Send the hub a message, from any thread."""
         self._link.send(message)
 
     def compare_calls(self, call: str, place: str) -> None:
         """Return once every rank has reached this call. The job ends if a rank makes another call.
 
-        ``place`` is the line of the script that makes it, for the error message.
+        In the main thread only, with the setting ``debug``.
+
+        Args:
+            call: the name of the call, and its arguments as far as they must be the same on all ranks.
+            place: the line of the script that makes it, for the error message.
         """
         self._ask(messages.Call(call, place), messages.CallsAgree)
 
     def close(self) -> None:
-        """Leave the job, after every rank has reached its end."""
+        """Leave the job. Blocks until every rank has reached its end, or for some seconds if the hub has gone."""
         self._left = True
         self._link.send(messages.Leave())
         self._thread.join(_CLOSE_S)
@@ -184,6 +208,7 @@ class Watch:
         self._link.close()
 
     def _run(self) -> None:
+        """Send heartbeats and receive messages until the job ends. Runs in the watch's thread."""
         heard_at = checked_at = beat_at = now = time.monotonic()
         # A verdict is the last that counts: the end of rank 0's connection follows it.
         while not self._left and self._verdict is None:
@@ -208,6 +233,11 @@ class Watch:
                 self._decide(Verdict(0, f"{self.members[0]} {silence}", stalled=True))
 
     def _send_heartbeat(self) -> None:
+        """Send the hub this process's state, and how long it has lasted. From any thread.
+
+        A state that has not changed for long is reported with the line of the script. A process is blocked as long as
+        no thread of it runs, except the watch's.
+        """
         pulse, now = self._pulse, time.monotonic()
         state = (pulse.phase, pulse.calls, pulse.boundary)
         if state != self._state:
@@ -222,6 +252,7 @@ class Watch:
         self._link.send(messages.Heartbeat(pulse.phase, pulse.step, lasted, place, blocked_s, pulse.trained, *use))
 
     def _receive(self, message: Message) -> None:
+        """Act on a message from the hub."""
         match message:
             case Verdict():
                 self._decide(message)
@@ -239,7 +270,7 @@ class Watch:
                 self._left = True
 
     def _decide(self, verdict: Verdict) -> None:
-        """End this process because of the verdict, which is its own if there is no hub any more."""
+        """End this process because of the verdict, which is its own if the hub has gone."""
         rank, culprit = verdict.rank, self.members[verdict.rank]
         with self._changed:
             self._verdict = verdict
@@ -247,6 +278,7 @@ class Watch:
         if self._release is not None and is_succeeded():
             self._release()
         ending = self._ending
+        # The stalled process may hold GPUs and ports. It does not end by itself, and its launcher may not notice.
         if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:
             neighbours = [m.rank for m in self.members if m.host == culprit.host and m.rank != rank]
             kill_stalled(culprit.pid, culprit.started, aborts=self._me.rank == neighbours[0])

@@ -10,7 +10,10 @@ from unitrain.launch.local.toolchain import find_mpi, find_program, small_mpi_en
 
 
 def local_launchers() -> list[str]:
-    """Return the launchers that can start processes on this host."""
+    """Return the launchers that can start processes on this host.
+
+    Runs ``mpirun --version``, since an MPI that does not start can't launch a job.
+    """
     launchers = ["python", "torchrun"]
     if find_mpi() is not None:
         launchers.append("mpirun")
@@ -27,7 +30,7 @@ def launch_command(launcher: str, processes: int, arguments: Sequence[str]) -> l
     Args:
         launcher: one of ``local_launchers()``.
         processes: the number of processes.
-        arguments: those of Python: a script, or ``-m`` and a module, and flags.
+        arguments: Python's own: a script, or ``-m`` and a module, and flags.
     """
     count = str(processes)
     if launcher == "torchrun":
@@ -43,5 +46,8 @@ def launch_command(launcher: str, processes: int, arguments: Sequence[str]) -> l
 
 
 def launch_environment() -> dict[str, str]:
-    """Return the environment for small local runs: this one, without UniTrain's variables."""
+    """Return the environment for small local runs: this one, without UniTrain's variables.
+
+    Settings of the calling process, such as its backend, would otherwise apply to the runs.
+    """
     return {name: value for name, value in small_mpi_environment().items() if not name.startswith("UNITRAIN_")}

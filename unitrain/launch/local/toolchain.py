@@ -29,7 +29,12 @@ _MPI_VERSIONS = (
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI installation: its launcher and its compiler wrapper."""
+    """An MPI installation: its launcher and its compiler wrapper.
+
+    Attributes:
+        version: as ``mpirun --version`` prints it.
+        mpirun: the path of its launcher.
+    """
 
     implementation: str
     """Open MPI, MPICH, Intel MPI, IBM Spectrum MPI, or unknown."""
@@ -48,7 +53,7 @@ def search_path() -> str:
 
 
 def find_program(name: str) -> Path | None:
-    """Return the path of a program, in this Python environment or on PATH."""
+    """Return the path of a program, in this Python environment or on PATH; None if it is in neither."""
     program = shutil.which(name, path=search_path())
     return Path(program) if program else None
 
@@ -62,7 +67,10 @@ def installed_version(package: str) -> str | None:
 
 
 def small_mpi_environment() -> dict[str, str]:
-    """Return an environment that lets Open MPI (4 and 5) start more processes than cores, also as root."""
+    """Return an environment that lets Open MPI (4 and 5) start more processes than cores, also as root.
+
+    Both are refused by default, but a test or a probe on a small host or in a container needs them.
+    """
     return {
         **os.environ,
         "PATH": search_path(),
@@ -80,7 +88,13 @@ def run_to_end(
 ) -> tuple[int, str]:
     """Run ``command``, and return its exit code and its output (stdout and stderr).
 
-    The code is 127 if it can't be started, 124 if it times out. PATH is ``search_path`` without an ``environment``.
+    Args:
+        *command: a program and its arguments.
+        environment: its complete environment; None for this process's, with ``search_path`` as PATH.
+        timeout_s: time limit in seconds, after which the command and its descendants are ended.
+
+    Returns:
+        The exit code, 127 if the command can't be started and 124 if it times out, as in a shell; and the output.
     """
     try:
         with running([str(part) for part in command], environment or {**os.environ, "PATH": search_path()}) as process:
@@ -99,11 +113,17 @@ def output_of(*command: str | Path) -> str | None:
 
 
 def run_one(mpi: Mpi, *program: str) -> tuple[bool, str]:
-    """Run one process of ``program`` with mpirun. Return whether it succeeded, and its output or the reason."""
+    """Run one process of ``program`` with mpirun. Return whether it succeeded, and its output or the reason.
+
+    Args:
+        mpi: the installation.
+        *program: a program and its arguments.
+    """
     environment = small_mpi_environment()
     code, output = run_to_end(mpi.mpirun, "-np", "1", *program, environment=environment, timeout_s=PROBE_S)
     if code == 0:
         return True, output
+    # Error messages of MPI are framed by lines of dashes.
     words = " ".join(line.strip() for line in output.splitlines() if line.strip("- "))
     # Open MPI needs ssh even for processes on this host.
     hint = "; ssh is missing, which may be the reason: apt-get install openssh-client"
@@ -112,7 +132,16 @@ def run_one(mpi: Mpi, *program: str) -> tuple[bool, str]:
 
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Run ``command``, with stdout and stderr as one pipe. An exception in the block ends it and its descendants."""
+    """Run ``command``, with stdout and stderr as one pipe. An exception in the block ends it and its descendants.
+
+    Args:
+        command: a program and its arguments.
+        environment: its complete environment; None for this process's.
+
+    Raises:
+        OSError: it can't be started.
+    """
+    # Children that the caller had before must survive.
     others = set(psutil.Process().children())
     try:
         with subprocess.Popen(
@@ -122,6 +151,7 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # A compiler's output need not be UTF-8.
             errors="replace",
         ) as process:
             try:
@@ -137,7 +167,9 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
 
 
 def _end_tree(root: psutil.Process | subprocess.Popen[str]) -> None:
+    """End a process and its descendants: with SIGTERM, and those that are left after 5 s with SIGKILL."""
     with suppress(psutil.NoSuchProcess):
+        # Listed first: the children of a process that has ended are no longer found through it.
         family = [psutil.Process(root.pid), *psutil.Process(root.pid).children(recursive=True)]
         root.terminate()  # a launcher forwards it to its processes
         _, alive = psutil.wait_procs(family, timeout=_GRACE_SECONDS)
@@ -149,6 +181,7 @@ def find_cuda() -> tuple[Path, str] | None:
     """Return folder and version of the CUDA toolkit: of HOROVOD_CUDA_HOME, CUDA_HOME, nvcc on PATH, or the default."""
     homes = [Path(os.environ[name]) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if os.environ.get(name)]
     if nvcc := find_program("nvcc"):
+        # nvcc is in the folder bin of the toolkit, perhaps behind a link.
         homes.append(nvcc.resolve().parent.parent)
     for home in [*homes, Path("/usr/local/cuda")]:
         release = re.search(r"release (\d+\.\d+)", output_of(home / "bin" / "nvcc", "--version") or "")

@@ -15,23 +15,22 @@ def own_addresses() -> list[str]:
     """Return the addresses of this host that other hosts can reach, IPv4 before IPv6, then its host name."""
     import psutil  # takes a while, and only jobs of several hosts need it
 
-    found = [one for interface in psutil.net_if_addrs().values() for one in interface]
-    addresses = [
-        one.address
-        for family in (socket.AF_INET, socket.AF_INET6)
-        for one in found
-        if one.family == family and not (ip_address(one.address).is_loopback or ip_address(one.address).is_link_local)
-    ]
-    return [*addresses, socket.gethostname()]
+    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    families = (socket.AF_INET, socket.AF_INET6)
+    addresses = [ip_address(entry.address) for family in families for entry in entries if entry.family == family]
+    return [*(str(ip) for ip in addresses if not (ip.is_loopback or ip.is_link_local)), socket.gethostname()]
 
 
 def addresses_of(name: str) -> list[str]:
-    """Return the addresses of a host name on this host; none if it can't be resolved."""
+    """Return the addresses of a host name, as this host resolves it; none if it can't be resolved.
+
+    May block for seconds, while a name server does not answer.
+    """
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in entries))
 
 
 def is_loopback(name: str) -> bool:
@@ -40,13 +39,21 @@ def is_loopback(name: str) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host name or address is this host's."""
-    own = own_addresses()
-    return host == own[-1] or any(one in own or ip_address(one).is_loopback for one in addresses_of(host))
+    """Return whether a host name or address is this host's: its name, or one that resolves to an address of it."""
+    here = own_addresses()
+    return host == here[-1] or any(address in here or ip_address(address).is_loopback for address in addresses_of(host))
 
 
 def reach(hosts: Sequence[str], port: int) -> socket.socket:
-    """Return a connection to rank 0, at the first of its addresses that accepts one."""
+    """Return a connection to rank 0, at the first of its addresses that accepts one.
+
+    Args:
+        hosts: addresses and the name of rank 0's host, tried in this order.
+        port: the port that rank 0 listens at.
+
+    Raises:
+        CommunicationError: none accepts a connection within 3 s.
+    """
     for host in hosts:
         try:
             return socket.create_connection((host, port), _PROBE_S)

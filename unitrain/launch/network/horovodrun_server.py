@@ -1,4 +1,4 @@
-"""What the ranks tell one another through horovodrun's key-value server, over HTTP."""
+"""Values that the ranks exchange through horovodrun's key-value server, over HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ _RETRY_S, _OFFER_RETRY_S = 0.1, 0.05
 
 
 def share(offer: str | None, server: str, timeout: timedelta) -> str:
-    """Return what rank 0 offers, which the other ranks wait for; they pass None."""
+    """Return rank 0's offer on every rank. Blocks until rank 0 has made it.
+
+    Args:
+        offer: the address of rank 0's store, on rank 0; None on other ranks, which wait for it.
+        server: host:port of the server.
+        timeout: how long to wait for rank 0.
+
+    Raises:
+        CommunicationError: the server does not answer, or rank 0 has not come in time.
+    """
     if offer is not None:
         _request(server, "PUT", _OFFER, offer)
         return offer
@@ -35,12 +44,21 @@ def await_all(launch: Launch, server: str, timeout_s: float) -> None:
     """Wait at the server of horovodrun's elastic driver until every rank has come there. Collective.
 
     Horovod's own rendezvous would abort the process if a rank never came, as on a host that can't start processes.
+
+    Args:
+        launch: how this process was started.
+        server: host:port of the server.
+        timeout_s: how long to wait, in seconds.
+
+    Raises:
+        CommunicationError: the server does not answer, or ranks have not come in time. It names them.
     """
     deadline = time.monotonic() + timeout_s
     # Only rank 0 asks for each of them.
     awaited = set(range(1, launch.world_size)) if launch.rank == 0 else {0}
     if launch.rank:
         _request(server, "PUT", _HERE.format(launch.rank), "here")
+    # Ranks that have come are not asked for again.
     while awaited := {rank for rank in awaited if _request(server, "GET", _HERE.format(rank)) is None}:
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(awaited)))
@@ -54,7 +72,15 @@ def await_all(launch: Launch, server: str, timeout_s: float) -> None:
 
 
 def _request(server: str, method: str, path: str, body: str | None = None) -> str | None:
-    """Put or get a value of UniTrain's at horovodrun's server; return None if it is not set yet."""
+    """Put or get a value of UniTrain's at horovodrun's server; return None if it is not set yet.
+
+    Args:
+        server: host:port of the server.
+        method: PUT or GET.
+        path: the key of the value.
+        body: the value to put.
+    """
+    # A new connection each time: the server closes it after an answer.
     connection = http.client.HTTPConnection(server, timeout=10)
     try:
         connection.request(method, path, body)

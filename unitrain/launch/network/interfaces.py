@@ -20,26 +20,36 @@ _ANY_PORT = 9  # a route is looked up, and nothing is sent
 
 
 def choose_gloo_interface(store: Store, launch: Launch) -> None:
-    """Set gloo's variable if it would listen where other hosts can't connect. All ranks of several hosts call this."""
+    """Set gloo's variable if it would listen where other hosts can't connect. All ranks of several hosts call this.
+
+    The user's choice, in GLOO_SOCKET_IFNAME, is left as it is. Blocks on rank 0 until a rank of another host has come.
+
+    Args:
+        store: a store that the ranks share; rank 0's host is read from it.
+        launch: how this process was started.
+    """
     # A host asks for its route to rank 0's, and rank 0's host for that to another, the first in the order of ranks.
     to_rank_0 = _own_address_towards(_host(store))
     store.set(_key(launch.rank), to_rank_0 or "")
     if _VARIABLE in os.environ or not is_loopback(socket.gethostname()):
         return
-    own = to_rank_0
+    local_address = to_rank_0
     others = (store.get(_key(rank)).decode() for rank in range(launch.world_size))
-    if own is None and (other := next(filter(None, others), None)):
-        own = _own_address_towards(other)
+    if local_address is None and (other := next(filter(None, others), None)):
+        local_address = _own_address_towards(other)
+    # gloo takes the name of an interface, and not an address.
     for interface, addresses in psutil.net_if_addrs().items():
-        if any(address.address.partition("%")[0] == own for address in addresses):
+        if any(address.address.partition("%")[0] == local_address for address in addresses):
             os.environ[_VARIABLE] = interface
 
 
 def _key(rank: int) -> str:
+    """Return the key of the address that a rank's host has towards rank 0."""
     return f"address of rank {rank} on its way to rank 0"
 
 
 def _host(store: Store) -> str:
+    """Return the host at which the store is open, or an empty string if the store does not tell."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
@@ -50,8 +60,9 @@ def _own_address_towards(host: str) -> str | None:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # For UDP, this chooses a local address by the routing table, and sends nothing.
             probe.connect(address)
-            own = str(probe.getsockname()[0])
+            local_address = str(probe.getsockname()[0])
     except OSError:
         return None
-    return None if own == address[0] or ip_address(own).is_loopback else own
+    return None if local_address == address[0] or ip_address(local_address).is_loopback else local_address

@@ -13,9 +13,17 @@ _OTHERS, _FEWEST_OTHERS = 512, 64
 
 
 def allow_connections(world_size: int) -> None:
-    """Raise this process's limit of open files if one more connection to every rank needs that."""
+    """Raise this process's limit of open files if one more connection to every rank needs that.
+
+    Args:
+        world_size: the number of ranks.
+
+    Raises:
+        LaunchError: the hard limit, which only root can raise, is too low.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    # /dev/fd lists the descriptors of this process, on Linux as on macOS.
     needed = len(os.listdir("/dev/fd")) + world_size
     if most < needed + _FEWEST_OTHERS:
         raise LaunchError(

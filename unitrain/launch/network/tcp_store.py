@@ -22,7 +22,14 @@ _PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PINGED
 
 
 def open_on_loopback(port: int, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """Return a new store for the processes of this host; other hosts can't reach it. Port 0 is a free one."""
+    """Return a new store for the processes of this host; other hosts can't reach it.
+
+    torch's own server would listen at all addresses of the host.
+
+    Args:
+        port: the port; 0 for a free one.
+        timeout: of waits at the store.
+    """
     listener = socket.create_server((LOOPBACK, port), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -35,6 +42,16 @@ def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPS
 
     If nothing listens at the address, torch's client waits for up to twice its timeout and prints many lines. If a
     program listens that never answers, it waits forever. So it is started in a thread, once something listens.
+
+    Args:
+        host: the host of the store.
+        port: its port.
+        launch: how this process was started, for messages.
+        timeout: how long to wait for the store, and for later values in it.
+
+    Raises:
+        CommunicationError: nothing listens at the address in time.
+        LaunchError: another program listens there.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while not _listens(host, port):
@@ -52,6 +69,7 @@ def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPS
         except BaseException as error:  # of any kind: otherwise the future would never be done
             joined.set_exception(error)
 
+    # A daemon: a client that waits forever must not keep the process.
     threading.Thread(target=join, daemon=True).start()
     if wait([joined], _ANSWER_S).not_done and _listens(host, port) and not _is_store(host, port):
         raise LaunchError(
@@ -78,6 +96,7 @@ def _is_store(host: str, port: int) -> bool:
     """
     try:
         with socket.create_connection((host, port), 1.0) as connection:
+            # A program with another protocol answers nothing, or something else.
             connection.sendall(_PING)
             return connection.recv(len(_PINGED)) == _PINGED
     except OSError:

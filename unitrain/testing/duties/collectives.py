@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unitrain.testing.duty import duty, several_processes
+from unitrain.testing.models import differing_ranks
 from unitrain.testing.worlds import World
 
 DTYPES = (
@@ -19,7 +20,14 @@ DTYPES = (
 
 
 def _contributions(dtype: torch.dtype, rank: int) -> Iterator[Tensor]:
-    """Yield a rank's inputs: matrices, scalars, empty and non-contiguous tensors."""
+    """Yield a rank's inputs: matrices, scalars, empty and non-contiguous tensors.
+
+    The numbers are integers below 7, so that every sum is exact in every dtype.
+
+    Args:
+        dtype: the dtype of the inputs.
+        rank: each rank has other numbers.
+    """
     base = (torch.arange(6).reshape(2, 3) * (rank + 1) + rank) % 7
     if dtype == torch.bool:
         base = base % 3 == 0
@@ -32,6 +40,12 @@ def _contributions(dtype: torch.dtype, rank: int) -> Iterator[Tensor]:
 
 
 def _reduced(op: str, stacked: Tensor) -> Tensor:
+    """Return the expected result of a reduction over the first dimension, computed on one device.
+
+    Args:
+        op: sum, mean, max or min.
+        stacked: the inputs of all ranks.
+    """
     if stacked.dtype == torch.bool:
         return stacked.sum(0) if op == "sum" else stacked.any(0) if op == "max" else stacked.all(0)
     if op in ("sum", "mean"):
@@ -40,8 +54,9 @@ def _reduced(op: str, stacked: Tensor) -> Tensor:
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
-def _assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda said: f"{what}: {said}")
+def _assert_equal(result: Tensor, expected: Tensor, name: str) -> None:
+    """Assert that two tensors are equal, with the same dtype and shape. NaNs are not."""
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, msg=lambda said: f"{name}: {said}")
 
 
 @duty()
@@ -54,12 +69,13 @@ def reductions(world: World) -> None:
                 if op == "mean" and not dtype.is_floating_point:
                     continue
                 mine = by_rank[strategy.rank][case]
-                before = mine.clone()
+                copy = mine.clone()
                 result = strategy.all_reduce(mine, op)  # type: ignore[arg-type]
-                what = f"{op} of {dtype}{list(mine.shape)}"
-                _assert_equal(result, _reduced(op, torch.stack([given[case] for given in by_rank])), what)
-                _assert_equal(mine, before, f"the input of {what}")
-                assert result.data_ptr() != mine.data_ptr() or not mine.numel(), what
+                name = f"{op} of {dtype}{list(mine.shape)}"
+                _assert_equal(result, _reduced(op, torch.stack([given[case] for given in by_rank])), name)
+                _assert_equal(mine, copy, f"the input of {name}")
+                # A view of the input would change when the script changes the input in place.
+                assert result.data_ptr() != mine.data_ptr() or not mine.numel(), name
 
 
 @duty()
@@ -70,11 +86,12 @@ def gathers_and_broadcasts(world: World) -> None:
             by_rank = [list(_contributions(dtype, rank)) for rank in range(strategy.world_size)]
             for case, mine in enumerate(by_rank[strategy.rank]):
                 expected = torch.stack([given[case] for given in by_rank])
-                what = f"{dtype}{list(mine.shape)}"
-                _assert_equal(strategy.all_gather(mine), expected, f"all_gather of {what}")
+                name = f"{dtype}{list(mine.shape)}"
+                _assert_equal(strategy.all_gather(mine), expected, f"all_gather of {name}")
+                # Every rank in turn, since a backend may only ever have been tried with rank 0.
                 for src in range(strategy.world_size):
-                    _assert_equal(strategy.broadcast(mine, src), expected[src], f"broadcast of {what} from rank {src}")
-                _assert_equal(mine, list(_contributions(dtype, strategy.rank))[case], f"the input {what}")
+                    _assert_equal(strategy.broadcast(mine, src), expected[src], f"broadcast of {name} from rank {src}")
+                _assert_equal(mine, list(_contributions(dtype, strategy.rank))[case], f"the input {name}")
 
 
 @duty(needs=several_processes)
@@ -84,8 +101,7 @@ def same_bits_on_all_ranks(world: World) -> None:
         generator = torch.Generator().manual_seed(strategy.rank)
         for dtype, size in itertools.product((torch.float16, torch.bfloat16, torch.float32), (1, 7, 1000, 100_003)):
             total = strategy.all_reduce(torch.randn(size, generator=generator).to(dtype))
-            everyone = strategy.all_gather(total)
-            differing = [rank for rank, one in enumerate(everyone) if not torch.equal(one, everyone[0])]
+            differing = differing_ranks(strategy, total)
             assert not differing, f"the sum of {dtype}[{size}] on ranks {differing} differs from that on rank 0"
 
 
@@ -100,8 +116,8 @@ def nan_in_reductions(world: World) -> None:
             if strategy.rank == bad_rank:
                 mine[::2] = math.nan
             for op in ("sum", "mean"):
-                found = strategy.all_reduce(mine, op).isnan()
-                assert found.tolist() == [True, False] * 32, f"{op} of {dtype} with NaN on rank {bad_rank}"
+                is_nan = strategy.all_reduce(mine, op).isnan()
+                assert is_nan.tolist() == [True, False] * 32, f"{op} of {dtype} with NaN on rank {bad_rank}"
             for op in ("max", "min"):
                 reduced = strategy.all_reduce(mine, op)  # type: ignore[arg-type]
                 everyone = strategy.all_gather(reduced.double().nan_to_num(-1.0))

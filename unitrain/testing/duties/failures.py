@@ -17,6 +17,7 @@ def collective_of_one_rank(world: World) -> None:
     strategy = world.open(timeout_s=3)
     if strategy.rank == 0:
         strategy.all_reduce(torch.ones(1))
+    # Rank 1 stays here, in user code. The job ends it long before.
     time.sleep(60)
 
 
@@ -25,6 +26,7 @@ def error_of_one_rank(world: World) -> None:
     """An error on one rank ends the job, even if the others wait for it in a step."""
     strategy = world.open()
     twins = Twins(strategy)
+    # The other rank trains until the job ends it.
     for step in range(1_000_000):
         if step == 3 and strategy.rank == 1:
             raise ZeroDivisionError("on purpose")

@@ -36,22 +36,31 @@ def unused_parameters(world: World) -> None:
             output = twins.prepared(inputs[rank].to(device), branch[rank])
             strategy.step(mse_loss(output, targets[rank].to(device)), twins.optimizer)
             losses = [
-                mse_loss(twins.expected(*given), its) for *given, its in zip(inputs, branch, targets, strict=True)
+                mse_loss(twins.expected(*given), target) for *given, target in zip(inputs, branch, targets, strict=True)
             ]
             step_by_hand(torch.stack(losses).mean(), twins.by_hand)
         twins.assert_same()
         never = twins.model.never.weight
+        # Weight decay would change a parameter that has a gradient of zeros.
         assert never not in twins.optimizer.state
         assert torch.equal(whole(never), Branches().never.weight)
 
 
 def _two_branches() -> Branches:
+    """Return a model with two branches, and no layer that is never used."""
     model = Branches()
     del model.never
     return model
 
 
+def _naming(error: UsageError, remedy: str) -> str:
+    """Return the message of an error, and assert that it names the remedy."""
+    assert remedy in str(error)
+    return str(error)
+
+
 def _embedding() -> nn.Embedding:
+    """Return an embedding of 5 rows with sparse gradients, the same in every call."""
     return nn.Embedding(5, 2, sparse=True, _weight=torch.ones(5, 2)).double()
 
 
@@ -64,9 +73,7 @@ def sparse_gradients(world: World) -> str:
             strategy.step(twins.prepared(torch.tensor([strategy.rank, 4])).pow(2).mean(), twins.optimizer)
         except UsageError as error:
             assert world.processes > 1
-            refused = str(error)
-            assert "create its layer with sparse=False" in refused
-            return refused
+            return _naming(error, "create its layer with sparse=False")
         losses = [twins.expected(torch.tensor([rank, 4])).pow(2).mean() for rank in range(strategy.world_size)]
         step_by_hand(torch.stack(losses).mean(), twins.by_hand)
         twins.assert_same()
@@ -79,14 +86,14 @@ def losses_of_one_trunk(world: World) -> str:
     with world.open() as strategy:
         twins = Twins(strategy, _two_branches)
         try:
+            # The second backward adds to gradients that the first may have averaged already.
             for branch in (0, 1):
                 strategy.backward(twins.loss(branch), twins.optimizer)
             strategy.update(twins.optimizer)
         except UsageError as error:
+            # The core's own averaging has no reason to refuse this.
             assert world.averages_gradients
-            refused = str(error)
-            assert "add the losses" in refused
-            return refused
+            return _naming(error, "add the losses")
         step_by_hand(twins.loss_by_hand(0) + twins.loss_by_hand(1), twins.by_hand)
         twins.assert_same()
         return ""
@@ -97,14 +104,13 @@ def the_module_itself(world: World) -> str:
     """A script that calls the module it passed to prepare() trains correctly or gets an error."""
     with world.open() as strategy:
         twins = Twins(strategy)
+        # The usual mistake: DDP averages only through its wrapper.
         twins.prepared = twins.model
         try:
             twins.train()
         except UsageError as error:
             assert world.averages_gradients
-            refused = str(error)
-            assert "Call the model that prepare() returned" in refused
-            return refused
+            return _naming(error, "Call the model that prepare() returned")
         twins.assert_same()
         return ""
 
@@ -114,25 +120,32 @@ def adversaries(world: World, accumulate: int) -> None:
     """A GAN trains as on one device: two models, two optimizers, each loss through both models."""
     with world.open(accumulate=accumulate) as strategy:
         pair = [Twins(strategy, partial(Net, seed)) for seed in (1, 2)]
-        prepared, expected = [one.prepared for one in pair], [one.expected for one in pair]
+        prepared, expected = [twins.prepared for twins in pair], [twins.expected for twins in pair]
         generator = torch.Generator().manual_seed(0)
         for micro_batch in range(3 * accumulate):
             noise = torch.randn(strategy.world_size, 2, 4, generator=generator, dtype=torch.float64)
-            for which, one in enumerate(pair):
-                own = noise[strategy.rank].to(strategy.device)
-                result = strategy.step(_game(prepared, own, which), one.optimizer)
+            # Each loss goes through both models, but only the model that it trains gets gradients for a step.
+            for which, twins in enumerate(pair):
+                rows = noise[strategy.rank].to(strategy.device)
+                result = strategy.step(_game(prepared, rows, which), twins.optimizer)
                 loss = _game(expected, noise.flatten(0, 1), which) / accumulate
-                loss.backward(inputs=list(one.expected.parameters()))  # type: ignore[no-untyped-call]
+                loss.backward(inputs=list(twins.expected.parameters()))  # type: ignore[no-untyped-call]
                 assert result.stepped == ((micro_batch + 1) % accumulate == 0)
                 if result.stepped:
-                    one.by_hand.step()
-                    one.by_hand.zero_grad()
-        for one in pair:
-            one.assert_same()
+                    twins.by_hand.step()
+                    twins.by_hand.zero_grad()
+        for twins in pair:
+            twins.assert_same()
 
 
 def _game(models: Any, noise: Tensor, which: int) -> Tensor:
-    """Return the loss of model 0, the discriminator, or of model 1, the generator."""
+    """Return the loss of model 0, the discriminator, or of model 1, the generator.
+
+    Args:
+        models: both models.
+        noise: the inputs (rows, 4) of both.
+        which: the number of the model to train.
+    """
     forged = models[1](noise)
     if which == 0:
         forged = forged.detach()

@@ -24,10 +24,11 @@ def starts_as_often_as_asked(world: World) -> None:
 def leaves_no_thread_behind(world: World) -> None:
     """Threads that a strategy starts end when it is closed."""
     world.open().close()  # some libraries are started once in a process, and end with it
-    before = set(threading.enumerate())
+    threads = set(threading.enumerate())
     with world.open() as strategy:
         Twins(strategy).train(steps=1)
-    left = set(threading.enumerate()) - before
+    left = set(threading.enumerate()) - threads
     for thread in left:
+        # Threads may take a moment to end.
         thread.join(5)
     assert not [thread.name for thread in left if thread.is_alive()]

@@ -34,6 +34,7 @@ CASES = tuple(
 
 
 def _train_plainly() -> dict[str, Trace]:
+    """Return the trace of the plain loop for each case."""
     return {case.name: plain.train(case) for case in CASES}
 
 
@@ -45,14 +46,25 @@ def _expected() -> dict[str, Trace]:
 
 
 def judge(world: World, case: Case, ranks: Sequence[Trace]) -> None:
-    """Compare the ranks' traces with the plain loop's."""
+    """Compare the ranks' traces with the plain loop's.
+
+    Args:
+        world: the world that was trained.
+        case: the case.
+        ranks: the traces, by rank.
+
+    Raises:
+        AssertionError: they deviate. The message has each deviation.
+    """
     verdict = comparison.compare(str(world), world.backend, case, _expected()[case.name], ranks)
     assert verdict.passed, str(verdict)
+    # A backend that ignores the setting would pass every other check.
     if "compression" in case.settings:
         assert verdict.gradient > 1e-6, "the gradients were not rounded"
 
 
 def _supports(world: World, case: Case) -> bool:
+    """Return whether the backend has the compression that a case needs."""
     compression = case.settings.get("compression")
     return compression is None or (world.processes > 1 and compression in world.kind.compressions)
 

@@ -34,10 +34,12 @@ def copies_and_exports(world: World) -> None:
         assert [type(layer) for layer in exported.modules()] == [type(layer) for layer in plain.modules()]
         assert list(exported.state_dict()) == list(plain.state_dict())
         for layer, other in zip(exported.modules(), plain.modules(), strict=True):
+            # Nothing that prepare() has set on a layer may be left in an export.
             assert set(vars(layer)) == set(vars(other))
             assert not any(getattr(layer, name) for name in vars(layer) if "hooks" in name)
         assert not exported.training
         assert exported(x).dtype == torch.float32
+        # A model with hooks or wrappers of the library could not be pickled.
         torch.save(exported, io.BytesIO())
     # and after the end
     assert strategy.unwrap(prepared) is model
@@ -49,6 +51,14 @@ def copies_and_exports(world: World) -> None:
 
 
 def _train_beside_a_copy(strategy: Strategy, prepared: nn.Module, optimizer: SGD, x: Tensor) -> None:
+    """Train a model with an average of its weights beside it, as scripts keep one themselves.
+
+    Args:
+        strategy: the open strategy.
+        prepared: the prepared model.
+        optimizer: its optimizer.
+        x: the inputs (rows, 4) of this rank.
+    """
     average = copy.deepcopy(prepared)
     with strategy.evaluation(prepared, average):
         assert torch.equal(average(x), prepared(x))
@@ -57,8 +67,9 @@ def _train_beside_a_copy(strategy: Strategy, prepared: nn.Module, optimizer: SGD
     with strategy.evaluation(prepared, average):
         assert not torch.equal(average(x), prepared(x))
     with torch.no_grad():
-        for ours, theirs in zip(average.parameters(), prepared.parameters(), strict=True):
-            ours.lerp_(theirs, 0.5)
+        for averaged, trained in zip(average.parameters(), prepared.parameters(), strict=True):
+            averaged.lerp_(trained, 0.5)
+    # Only the prepared model has been trained.
     assert all(p.grad is None for p in average.parameters())
     strategy.step(prepared(x).float().pow(2).mean(), optimizer)  # the copy has not got in the way
     assert list(strategy.unwrap(average).state_dict()) == list(strategy.unwrap(prepared).state_dict())
@@ -79,4 +90,5 @@ def compiled(world: World) -> None:
 
 
 def _compiled(module: nn.Module) -> Any:
+    """Return a module that torch's compiler traces, but does not compile to machine code, which takes long."""
     return torch.compile(module, backend="eager")

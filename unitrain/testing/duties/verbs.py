@@ -20,12 +20,14 @@ from unitrain.testing.worlds import World
 
 @contextmanager
 def _started(world: World) -> Iterator[Backend]:
+    """Start a backend itself, without a strategy, and close it at the end. Collective."""
     config = StrategyConfig(backend=world.backend, device="cpu", timeout_s=30)
     launch = detect(os.environ)
     backend = world.kind(config, launch, torch.device("cpu"))
     assert backend.start() == (launch.rank, world.processes), "start() returns the rank and the world size"
     try:
         yield backend
+        # No rank closes its backend while another still waits.
         backend.all_reduce(torch.zeros(1), "sum", "duty.end")()
     except BaseException:
         backend.close(failed=True)
@@ -34,13 +36,16 @@ def _started(world: World) -> Iterator[Backend]:
 
 
 def _total(backend: Backend, size: int) -> Tensor:
+    """Return the expected sum of all ranks' inputs."""
     return sum((_given(rank, size) for rank in range(backend.world_size)), torch.zeros(size))
 
 
 def _given(rank: int, size: int) -> Tensor:
+    """Return a rank's input: ``size`` numbers with sums that are exact in float32."""
     return torch.arange(size, dtype=torch.float32) + rank
 
 
+# Small and large in turn, so that a backend which does not keep calls apart mixes them up.
 _SIZES = (1, 5000, 3, 200_000, 17, 1)
 
 
@@ -71,6 +76,7 @@ def calls_in_another_thread(world: World) -> None:
         waits: list[Wait] = []
         thread = threading.Thread(target=lambda: waits.append(backend.all_reduce(tensor, "sum", "duty.thread")))
         thread.start()
+        # The call was started, and its thread has ended, before anybody waits for it.
         thread.join()
         waits[0]()
         assert torch.equal(tensor, _total(backend, 1000))
@@ -82,8 +88,9 @@ def calls_in_another_order(world: World) -> None:
     with _started(world) as backend:
         names = [f"duty.{i}" for i in range(4)]
         tensors = {name: _given(backend.rank, 10 + i) for i, name in enumerate(names)}
-        own_order = names[backend.rank :] + names[: backend.rank]
-        waits = {name: backend.all_reduce(tensors[name], "sum", name) for name in own_order}
+        # Each rank begins with another call.
+        rotated = names[backend.rank :] + names[: backend.rank]
+        waits = {name: backend.all_reduce(tensors[name], "sum", name) for name in rotated}
         for name in names:
             waits[name]()
         for i, name in enumerate(names):

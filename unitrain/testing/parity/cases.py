@@ -75,7 +75,13 @@ CASES = (
 
 
 class Digits(Dataset[tuple[int, Tensor, Tensor, Tensor]]):
-    """Random images with a label and a number of tokens. A sample is (index, image, label, tokens)."""
+    """Random images with a label and a number of tokens. A sample is (index, image, label, tokens).
+
+    An image has the shape (1, 8, 8), and labels are from 0 to 4.
+
+    Args:
+        samples: the number of samples; also the seed.
+    """
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(samples)
@@ -101,6 +107,7 @@ class Network(nn.Module):
         self.second: nn.Linear = nn.Linear(24, 24)
         self.third: nn.Linear = nn.Linear(24, 24)
         self.last: nn.Linear = nn.Linear(24, CLASSES)
+        # A weight that two layers share has one gradient, and must be averaged once.
         if case.tied:
             self.third.weight = self.second.weight
             self.convolution.requires_grad_(False)
@@ -116,7 +123,11 @@ class Network(nn.Module):
 
 
 def build(case: Case) -> tuple[Network, Optimizer, LRScheduler]:
-    """Return the model of a case, with the same weights in every call, its optimizer and its scheduler."""
+    """Return the model of a case, with the same weights in every call, its optimizer and its scheduler.
+
+    Args:
+        case: says which layers and which optimizer.
+    """
     torch.manual_seed(7)
     model = Network(case)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -129,7 +140,14 @@ def build(case: Case) -> tuple[Network, Optimizer, LRScheduler]:
 
 
 def mean_loss(case: Case, logits: Tensor, labels: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean loss over the rows, or over their tokens."""
+    """Return the mean loss over the rows, or over their tokens.
+
+    Args:
+        case: says which mean.
+        logits: the outputs (rows, classes) of the model.
+        labels: the labels (rows).
+        tokens: the numbers of tokens (rows).
+    """
     losses = nn.functional.cross_entropy(logits, labels, reduction="none")
     if case.weighted:
         return (losses * tokens).sum() / tokens.sum()
@@ -137,7 +155,14 @@ def mean_loss(case: Case, logits: Tensor, labels: Tensor, tokens: Tensor) -> Ten
 
 
 def overflow(case: Case, step: int, indices: Tensor, loss: Tensor) -> Tensor:
-    """Return the loss, multiplied so that its scaled gradient overflows, in the step and rows that the case defines."""
+    """Return the loss, multiplied so that its scaled gradient overflows, in the step and rows that the case defines.
+
+    Args:
+        case: the case.
+        step: the number of the optimizer step.
+        indices: of the samples of the batch.
+        loss: the loss of the batch.
+    """
     steps_per_epoch = -(-case.samples // case.global_batch)
     chosen = step % steps_per_epoch * case.global_batch + 1  # the first row of rank 1, if there is one
     return loss * 1e38 if step == case.overflow_at and bool((indices == chosen).any()) else loss
@@ -159,14 +184,20 @@ class Trace:
     """Parameters and buffers at the end."""
 
     def watch(self, optimizer: Optimizer, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        """Record the gradients of every step of ``optimizer`` from now on; ``full`` gathers one that is sharded."""
+        """Record the gradients of every step of ``optimizer`` from now on.
+
+        Args:
+            optimizer: the optimizer that ``build`` has made, or the prepared one.
+            full: gathers a gradient that is sharded, on all ranks.
+        """
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            # At this moment they are averaged, unscaled and clipped.
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self.gradients.append(torch.cat([full(g.detach()).double().reshape(-1).cpu() for g in gradients]))
 
         optimizer.register_step_pre_hook(before_step)
 
     def finish(self, model: nn.Module) -> None:
-        """Record the weights."""
+        """Record the weights, as float64 on the CPU."""
         self.weights = {name: t.detach().double().cpu().clone() for name, t in model.state_dict().items()}

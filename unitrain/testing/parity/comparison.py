@@ -16,7 +16,14 @@ from unitrain.testing.parity.cases import Case, Trace
 
 @dataclass(frozen=True)
 class Verdict:
-    """The deviations of one case in one world from the plain loop."""
+    """The deviations of one case in one world from the plain loop.
+
+    Attributes:
+        world: the launcher and the number of processes.
+        backend: the name of the backend.
+        case: the name of the case.
+        tolerance: the largest deviation that is allowed.
+    """
 
     world: str
     backend: str
@@ -45,10 +52,18 @@ class Verdict:
 
 
 def compare(world: str, backend: str, case: Case, plain: Trace, ranks: Sequence[Trace]) -> Verdict:
-    """Compare the records of a world's ranks with the plain loop's."""
+    """Compare the records of a world's ranks with the plain loop's.
+
+    Args:
+        world: the world, for the verdict.
+        backend: the name of its backend.
+        case: the case that was trained.
+        plain: the record of the plain loop.
+        ranks: the records of the ranks, in order.
+    """
     problems = [*_samples(plain, ranks), *_norms(case, plain, ranks)]
     problems += [
-        f"the weights of rank {rank} differ from those of rank 0"
+        f"the weights of rank {rank} differ from rank 0's"
         for rank, trace in enumerate(ranks)
         if any(not torch.equal(trace.weights[name], value) for name, value in ranks[0].weights.items())
     ]
@@ -77,6 +92,7 @@ def _samples(plain: Trace, ranks: Sequence[Trace]) -> list[str]:
     """Return a problem if the ranks together did not train on the samples of the plain loop, each once."""
     for step, expected in enumerate(plain.samples):
         seen = Counter(i for trace in ranks for i in trace.samples[step])
+        # As multisets: the ranks may have the samples in any order.
         if seen != Counter(expected):
             twice = sorted((seen - Counter(expected)).elements())
             missed = sorted((Counter(expected) - seen).elements())
@@ -89,19 +105,20 @@ def _norms(case: Case, plain: Trace, ranks: Sequence[Trace]) -> list[str]:
     for rank, trace in enumerate(ranks):
         if len(trace.norms) != len(plain.norms):
             return [f"rank {rank} got grad_norm in {len(trace.norms)} steps, not in {len(plain.norms)}"]
-        for step, (expected, found) in enumerate(zip(plain.norms, trace.norms, strict=True)):
-            if not math.isclose(found, expected, rel_tol=case.tolerance):
-                return [f"step {step}: grad_norm is {found} on rank {rank}, not {expected}"]
+        for step, (expected, norm) in enumerate(zip(plain.norms, trace.norms, strict=True)):
+            if not math.isclose(norm, expected, rel_tol=case.tolerance):
+                return [f"step {step}: grad_norm is {norm} on rank {rank}, not {expected}"]
     return []
 
 
 def _losses(plain: Trace, ranks: Sequence[Trace]) -> float:
-    """Compare the weighted means of each step's losses over ranks and micro-batches."""
+    """Return the largest deviation of a step's mean loss, weighted over ranks and micro-batches."""
     batches = len(ranks[0].losses)
     totals = [sum(t.losses[i][0] * t.losses[i][1] for t in ranks) for i in range(batches)]
     weights = [sum(t.losses[i][1] for t in ranks) for i in range(batches)]
     worst, batch = 0.0, 0
     for loss, weight in plain.losses:
+        # A batch of the plain loop is one of each rank, or several with accumulation: as many as have its weight.
         total = seen = 0.0
         while seen < weight and batch < batches:
             total, seen, batch = total + totals[batch], seen + weights[batch], batch + 1
@@ -109,9 +126,12 @@ def _losses(plain: Trace, ranks: Sequence[Trace]) -> float:
     return worst
 
 
-def _largest(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    if [e.shape for e in expected] != [f.shape for f in found]:
+def _largest(expected: Sequence[Tensor], recorded: Sequence[Tensor]) -> float:
+    """Return the largest deviation of an element; infinite if tensors are missing, or have another shape or NaNs."""
+    if [e.shape for e in expected] != [f.shape for f in recorded]:
         return math.inf
-    pairs = zip(expected, found, strict=True)
+    pairs = zip(expected, recorded, strict=True)
+    # Empty tensors have no largest element.
     worst = max((float((e - f).abs().max()) for e, f in pairs if e.numel()), default=0.0)
+    # max() of NaNs depends on their order.
     return math.inf if math.isnan(worst) else worst

@@ -15,6 +15,10 @@ def train(case: Case, device: torch.device = _CPU) -> Trace:
     """Train a case with every global batch as one batch, and return its record.
 
     In half precision, it trains on ``device``, where autocast may convert other operations than on the CPU.
+
+    Args:
+        case: the case.
+        device: the device of the world to compare with.
     """
     # The tensors are small: on busy cores, several threads took 40 times as long, waiting for one another.
     torch.set_num_threads(1)
@@ -39,6 +43,7 @@ def train(case: Case, device: torch.device = _CPU) -> Trace:
         trace.samples.append(rows.tolist())
         trace.losses.append((loss.item(), float(tokens.sum() if case.weighted else len(rows))))
         scaler.scale(overflow(case, step, rows, loss)).backward()  # type: ignore[no-untyped-call]
+        # As the strategy: clipping and the recorded gradients are of the unscaled ones.
         scaler.unscale_(optimizer)
         if "clip_value" in case.settings:
             torch.nn.utils.clip_grad_value_(model.parameters(), case.settings["clip_value"])

@@ -19,10 +19,16 @@ from unitrain.testing.parity.cases import CASES, Case, Digits, Trace, build, mea
 
 
 def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trace]:
-    """Train a case with the strategy that ``init`` returns for its settings, and return the rank and the record."""
+    """Train a case with the strategy that ``init`` returns for its settings, and return the rank and the record.
+
+    Args:
+        case: the case.
+        init: takes settings, and opens a strategy. Collective.
+    """
     trace = Trace()
     settings = {"precision": "fp64", **case.settings}
     if case.unequal_shares:
+        # The plain loop has no ranks: shares change who reads a sample, and not the result.
         settings["shares"] = (3, *[1] * (detect(os.environ).world_size - 1))
     with init(**settings) as strategy:
         torch.set_num_threads(1)  # as in the plain loop: sums have one order
@@ -35,6 +41,7 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
                 with strategy.autocast():
                     loss = mean_loss(case, model(images), labels, tokens)
                 count = float(tokens.sum() if case.weighted else len(labels))
+                # A rank that has no sample left takes part in the step with a stand-in of weight 0.
                 if loader.stand_in:
                     trace.losses.append((0.0, 0.0))
                 else:
@@ -48,13 +55,21 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
                     trace.samples.append(samples)
                     samples = []
                 if len(trace.samples) == case.steps:
+                    # Whole and on the CPU, whatever the backend has made of the model.
                     trace.finish(strategy.export(model))
                     return strategy.rank, trace
     raise AssertionError("a case has at least one step an epoch")
 
 
 def main(folder: Path, backend: str, device: str, names: Sequence[str]) -> None:
-    """Train the cases of these names, and write the record of each."""
+    """Train the cases of these names, and write the record of each.
+
+    Args:
+        folder: gets a file CASE.RANK.pt for each case.
+        backend: the setting ``backend``.
+        device: the setting ``device``.
+        names: the names of the cases.
+    """
     init = partial(unitrain.init, backend=backend, device=device)
     for case in (case for case in CASES if case.name in names):
         rank, trace = train(case, init)
