@@ -162,7 +162,7 @@ class StrategyConfig(Section):
         """Refuse settings that are mutually exclusive."""
         if self.precision == "fp64" and self.compression != "none":
             raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
-        # powersgd adds what it has not sent to the gradients of the next step: one bad gradient would stay for ever.
+        # powersgd adds what it has not sent to the gradients of the next step: one bad gradient would never leave them.
         if self.compression == "powersgd":
             if self.deterministic:
                 raise conflict("deterministic", "compression", "powersgd needs DDP's buckets, whose order may vary")

@@ -1,4 +1,4 @@
-"""``Pulse``: records for the other ranks in which call this process is."""
+"""``Pulse``: records the present call of this process for the other ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mark = Callable[[str], AbstractContextManager[Any]]
 
 
 class Pulse:
-    """Records which call the main thread is in. Only that thread writes, at the cost of an assignment; the watch reads.
+    """Records the present call of the main thread, which writes it at the cost of an assignment. The watch reads it.
 
     Attributes:
         phase: the call in which it waits for the other ranks, or ``USER_CODE``.

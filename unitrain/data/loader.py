@@ -70,7 +70,7 @@ class Loader:
         self._config = config
         self._seed = config.seed
         self._compared = False  # whether the ranks have compared their data, which takes one exchange for a loader
-        self.identity: object = object()
+        self.identity: object = object()  # an iteration that outlives the loader must not keep its dataset in memory
         self._iteration: Iteration | None = None
         self._resumed_unasked = False  # in a later epoch, which the script has not asked for
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
@@ -160,6 +160,7 @@ class Loader:
             total: number of epochs of the whole run, including those before it was resumed.
         """
         self._resumed_unasked = False
+        # An unfinished iteration that counts is an epoch of its number: the script left it on purpose.
         for number in range(self._epoch + self._counts, total):
             if self._counts or number != self._epoch:
                 self.epoch = number
@@ -340,7 +341,7 @@ class Loader:
             raise CheckpointError(f"this is not the state of a loader: it lacks {', '.join(sorted(missing))}.")
         check_same_data(state, current)
         again = self._check_position(state) if state["consumed"] else 0
-        if state["seed"] != self._config.seed:
+        if state["seed"] != self._config.seed:  # not refused: the script may want other random numbers from here on
             self._warn(
                 f"the order of the data still follows from the saved run's seed {state['seed']}, although the seed of "
                 f"this run is {self._config.seed}."

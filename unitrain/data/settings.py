@@ -100,7 +100,7 @@ class LoaderSettings:
     def _convert(self, loader: DataLoader[Any]) -> None:
         """Take over the arguments of a torch DataLoader. Arguments that the script passes as well take precedence."""
         kind = type(loader)
-        # The loader reads with a DataLoader of its own, so an overridden __iter__ would silently do nothing. Those of
+        # The loader makes another DataLoader, so an overridden __iter__ would silently do nothing. The overrides of
         # torchdata's StatefulDataLoader only add the state, which the loader has itself.
         changed = [
             name for name in ("__iter__", "_get_iterator") if getattr(kind, name) is not getattr(DataLoader, name)
@@ -156,6 +156,7 @@ class LoaderSettings:
             raise ConfigError(f"{' and '.join(given)} are mutually exclusive.")
         if given and self.is_iterable:
             raise ConfigError(f"{given[0]} is not supported for an iterable dataset, which defines its own order.")
+        # DistributedSampler knows its rank, so each rank would shard a part of the dataset again.
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
             if isinstance(sampler, DistributedSampler):
                 raise ConfigError(

@@ -122,11 +122,12 @@ class Hooks:
 
     def remove_hook(self, hook: StepHook) -> None:
         """Call a hook no more."""
+        # By identity, since hooks of scripts may define equality.
         self._set([known for known in self._hooks if known is not hook])
 
     def _set(self, hooks: Sequence[StepHook]) -> None:
         """Set the hooks, in new lists: a hook may remove itself while a list is gone through."""
-        self._hooks = sorted(hooks, key=lambda hook: hook.place)
+        self._hooks = sorted(hooks, key=lambda hook: hook.place)  # stable: those of one place keep their order
         for moment in Hooks.__annotations__:
             # Compared by class: a method that no subclass overrides does nothing, and is not worth a call.
             overriding = [hook for hook in self._hooks if getattr(type(hook), moment) is not getattr(StepHook, moment)]

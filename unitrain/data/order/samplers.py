@@ -83,7 +83,7 @@ class Orders:
         return Epoch(replace(plan, division=division), order, repeats)
 
     def _epoch(self, seed: int, number: int, start: int) -> Epoch:
-        if self._sampler is None:
+        if self._sampler is None:  # the order is computed by position, so that nothing is stored for an epoch
             order = Shuffled(self._plan.samples, seed, number) if self._shuffle else InOrder()
             return Epoch(replace(self._plan, start=start), order, repeats=False)
         # Kept, as len() and the check of the ranks' orders ask for the same epoch, and a second draw could differ.

@@ -132,6 +132,7 @@ class _Plan:
                 (sum(map(len, of_ranks)), len(of_ranks[self.rank]), all(map(len, of_ranks)), of_ranks[self.rank])
                 for of_ranks in parts
             ]
+        # Every rank makes the same number of micro-batches, since each backward that ends a window is collective.
         for number, (length, count, everywhere, chosen) in enumerate(pieces):
             yield MicroBatch(
                 first, first + length, count, size, step, first=not number, last=number == len(pieces) - 1,

@@ -140,7 +140,7 @@ class _Source:
         return self._next.pieces if self._next.number == number else []
 
     def note(self, turn: Turn) -> None:
-        """Keep the stand-in of a turn, for the micro-batches of which this rank will have no samples."""
+        """Keep the stand-in of a turn, for micro-batches without samples of this rank."""
         for piece in turn.pieces:
             self.began = self.began or piece.batch is not None
             self.stand_in = self.stand_in if piece.samples or piece.batch is None else piece.batch

@@ -96,6 +96,7 @@ class Iterable:
             if plan.global_batch < parts:
                 raise ConfigError(_too_few(plan.global_batch, parts))
             return Dealing(parts, groups, plan.global_batch)
+        # Ranks know nothing of each other's shards here, so each must get the same number of samples in a step.
         per_step = plan.world_size * plan.accumulate
         if plan.global_batch % per_step:
             raise ConfigError(
@@ -167,6 +168,7 @@ class Iterable:
         self._seeks_of = -1  # the seeks of this loader's own reading count no more
         self._keep(self._resumed, number, steps)
         dealing = self._resumed.dealing
+        # A state for each shard that had begun: then nothing needs to be read again.
         begun = 1 if dealing is None else dealing.parts * min(dealing.groups, steps)
         return 0 if len(self._seeks) == begun else int(state["consumed"])
 
@@ -199,6 +201,7 @@ class Iterable:
 
     def _keep(self, reading: _Reading, number: int, step: int) -> None:
         """Keep the seeks and beginnings of shards that are known in step ``step`` of an epoch."""
+        # In the epoch that this loader is reading, its own records are newer than those of the resumed state.
         if not step or self._seeks_of != number:
             self._beginnings = {shard[:2]: shard.digest for shard in reading.beginnings if step}
         self._expected = dict(self._beginnings)

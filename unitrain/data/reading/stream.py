@@ -177,7 +177,7 @@ class WholeStream(_Stream):
             position, step, number, opening = position + size, step + 1, number + len(micro_batches), False
 
     def _seed_from(self, position: int) -> None:
-        """Seed the generators for the step from ``position`` on: alike whether the epoch was resumed or not."""
+        """Seed the generators for the step from ``position`` on: the same whether the epoch was resumed or not."""
         seed, epoch, _ = self._position.tolist()
         seed_generators(derived_seed("stream", seed, epoch, position))
 
@@ -209,6 +209,7 @@ class ShardedStream(_Stream):
 
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Turn | None]:
         groups = self._dealing.groups
+        # Of a turn that is not before the start, a seek would skip samples.
         seeks = {(seek.part, seek.group): seek for seek in self._seeks if seek.turn < start}
         reader = partial(Reader, self._dataset, self._dealing, seed=int(self._position[0]), epoch=epoch)
         readers = {

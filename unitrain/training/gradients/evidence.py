@@ -51,6 +51,7 @@ class Evidence:
         """
         self.close()
         if not self._all_gradients:
+            # The first parameter gets the last gradient of the backward, which every other one has passed through.
             small = (p for p in parameters if p.numel() <= _SMALL)
             first = next(small, min(parameters, key=Parameter.numel, default=None))
             parameters = [] if first is None else [first]

@@ -184,7 +184,7 @@ def _group(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[Paramet
     for p in reversed(parameters):
         kind = (p.dtype, p.device)
         group, size = open_groups.get(kind, ([], 0))
-        if not group:
+        if not group:  # a new bucket, in the order of its first gradient
             groups.append(group)
         group.append(p)
         size += p.numel() * p.element_size()

@@ -181,7 +181,7 @@ class GradientAveraging(Averaging):
         """Prepare for another backward in a window."""
         progress = self._progress[window.optimizer]
         first = window.last is None  # of its micro-batch
-        if not window.is_open:
+        if not window.is_open:  # its first backward
             progress.reduced = progress.late = False
         elif progress.reduced and self.unit == 1:
             # These gradients have been summed over the ranks, and will be summed again.

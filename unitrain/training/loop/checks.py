@@ -49,7 +49,7 @@ class CopyCheck:
         Args:
             loss: a tensor of the same shape on every rank.
         """
-        if self._checks_left == _LOSSES:
+        if self._checks_left == _LOSSES:  # the first loss: the script's DataLoader has an iterator now
             datasets = self._communicator.all_gather_data(_plainly_read())
             if datasets[0] and len(set(datasets)) == 1:
                 self.pending = False
@@ -87,7 +87,7 @@ def _plainly_read() -> str:
             continue
         for part in vars(candidate).values():
             with suppress(Exception), generators_restored():  # a dataset may raise any exception
-                seed_generators(0)
+                seed_generators(0)  # so that ranks that read the same dataset get the same sample of it
                 if read := _read_as_a_whole(part):
                     return read
     return ""
@@ -123,9 +123,10 @@ class SchedulerCheck:
         """Look at a scheduler before the strategy steps it.
 
         Args:
-            scheduler: as it is passed to ``step``. ``last_epoch`` counts its steps, whoever makes them.
+            scheduler: as it is passed to ``step``. ``last_epoch`` counts all of its steps, the script's too.
         """
         count = getattr(scheduler, "last_epoch", 0)
+        # Between two of the strategy's steps, the count of a scheduler must grow by that one step.
         self.pending = not self._steps or (count > self._due and self._steps < _STEPS)
         if self._steps == _STEPS and count > self._due:
             call_site.warn(
@@ -166,6 +167,7 @@ class ScriptChecks:
             raise UsageError("backward() was called after strategy.close().")
         if self._pulse.step >= self._losses.next_step and self._is_main:
             for loss in losses.each:
+                # On rank 0 alone, without a collective: scripts make such mistakes on all ranks.
                 self._losses.look(loss, self._pulse.step, weighted=bool(losses.weights))
 
     def no_gradients(self, name: str) -> None:

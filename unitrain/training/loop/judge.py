@@ -67,7 +67,7 @@ class NonFinitePolicy:
         ranks = self._communicator.all_gather_data(findings)
         bad_losses = [rank for rank, (is_good, _, _) in enumerate(ranks) if not is_good]
         bad_gradients = [rank for rank, (_, is_good, _) in enumerate(ranks) if not is_good]
-        if bad_losses:
+        if bad_losses:  # gradients are non-finite then as well, so they say nothing more
             where = f"the loss of {_ranks(bad_losses)}"
         else:
             owners = f" of {_ranks(bad_gradients)}" if bad_gradients else ""
@@ -109,7 +109,7 @@ class NonFinitePolicy:
     def end(self, message: str) -> NoReturn:
         """End the run: raise NonFiniteError under ``raise``, and Stopped under ``stop``."""
         advice = "The weights are those before it. Set on_nonfinite to skip to skip such steps."
-        if self._policy == "raise":
+        if self._policy == "raise":  # for scripts that catch it, and mend the run themselves
             raise NonFiniteError(f"{message} {advice}")
         self._print(f"unitrain: stopped: {message} {advice}")
         raise Stopped(NonFiniteError.exit_code)
@@ -145,6 +145,7 @@ class Judge:
 
     def forbids(self, norm: float) -> bool:
         """Return whether a step with this norm of finite gradients is not to be made."""
+        # All are asked, also after one has forbidden the step: each keeps count of the norms.
         self._forbidding = [verdict for verdict in self._verdicts if verdict.forbids(norm)]
         return bool(self._forbidding)
 

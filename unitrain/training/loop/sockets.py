@@ -50,7 +50,7 @@ class Sockets:
         averaging: how gradients are averaged. A feature may replace it before the first step.
         replicas: whether the ranks have one model. A feature may replace it before the first step.
         verdicts: what may forbid a step.
-        parts: makes what checkpoints have in files of their own.
+        parts: makes the parts that checkpoints have as separate files.
         states: small states by name, which checkpoints have with that of the run.
         ways_back: what can put an earlier state back.
         goes_back: how many steps a feature wants to be able to go back, at least; 0 for none.

@@ -120,6 +120,7 @@ class Weights:
         self._device = precise(communicator.device)
         self._accumulate = accumulate
         self._unit = unit
+        # Without a loader, all batches are taken to have one size, so each has the same weight.
         self._uncounted = unit / (communicator.world_size * accumulate)
 
     def weigh(self, losses: Losses, micro_batch: MicroBatch | None) -> tuple[Losses, Weight | None, float]:
@@ -176,7 +177,7 @@ class Total:
 
     def __init__(self, communicator: Communicator, as_tensor: Callable[[Weight], Tensor], unit: int, name: str) -> None:
         self._communicator, self._as_tensor, self._unit, self._name = communicator, as_tensor, unit, name
-        self.kept: dict[int, dict[Parameter, Tensor]] = {}
+        self.kept: dict[int, dict[Parameter, Tensor]] = {}  # each loss takes the memory of all gradients
         self.clear()
 
     def clear(self) -> None:
@@ -201,7 +202,7 @@ class Total:
         self._sum()
         if self._wait is not None:
             self._wait()
-            self._wait = lambda: None
+            self._wait = lambda: None  # and not None, so that the sum is not started again
         share = weight * self._unit / self.weight
         return torch.where(torch.isfinite(share), share, 0.0)  # all weights are 0: so are the gradients
 
@@ -242,7 +243,7 @@ class LossScale:
             key = (weight, loss.dtype, loss.device)
             cached = self._starts.get(key)
             if cached is None:
-                if len(self._starts) >= _MOST_CACHED:
+                if len(self._starts) >= _MOST_CACHED:  # batches of ever other sizes have ever other weights
                     self._starts.clear()
                 cached = self._starts[key] = torch.full_like(loss, weight, requires_grad=False)
             start = cached
@@ -250,7 +251,7 @@ class LossScale:
 
     def unscale(self, optimizer: Optimizer, gradients: list[Tensor]) -> None:
         """Take the scale out of an optimizer's gradients."""
-        if self.scaler is not None and gradients:
+        if self.scaler is not None and gradients:  # without any, torch's scaler raises an error
             self.scaler.unscale_(optimizer)
             self._unscaled = True
 

@@ -65,7 +65,8 @@ class Window:
         self.groups = len(self.optimizer.param_groups)
         self.parameters = parameters
         known = set(map(id, self.trained))
-        self.drop([p for p in trained if id(p) not in known])  # left by a backward for another optimizer
+        # A backward for another optimizer may have left gradients of parameters that this one trains only now.
+        self.drop([p for p in trained if id(p) not in known])
         self.trained = trained
 
     def clear(self) -> None:
@@ -117,7 +118,7 @@ class Window:
         self.micro_batches += 1
         if self.last:
             return True
-        self.last = None
+        self.last = None  # the next micro-batch has had no backward yet
         return False
 
     def rescale(self, gradients: list[Tensor], accumulate: int) -> None:
@@ -168,7 +169,7 @@ class Window:
         """Remember a gradient and its version, to notice changes that the script makes before the step."""
         for p in self.trained or self.parameters:
             gradient = p.grad
-            if gradient is not None:
+            if gradient is not None:  # torch counts the changes of a tensor in place in its version
                 self.witness = p, gradient, gradient._version
                 return
 

@@ -43,6 +43,7 @@ def check_optimizers(
     """
     facts = {"the class": type(optimizer).__name__}
     for i, group in enumerate(optimizer.param_groups):
+        # By name, as parameters themselves can't be compared: each rank has its own objects.
         names = [prepared.name(parameter) for parameter in group["params"]]
         facts.update({f"parameter {j} of parameter group {i}": name for j, name in enumerate(names)})
         if options:

@@ -81,7 +81,7 @@ class Values:
         Raises:
             UsageError: nothing initialises a tensor, or initialising it fails.
         """
-        tensors = dict(_named(module))
+        tensors = dict(_named(module))  # found anew: the backend has replaced parameters by shards
         # Rather NaN than what the memory held: a weight that is never loaded then shows up in the first loss.
         for name in self.unknown:
             part = self._communicator.sharding.to_local(tensors[name])
@@ -150,6 +150,7 @@ class _Initialiser:
     def _initialise(self, around: str, path: str) -> None:
         """Let the module named ``around`` initialise the tensors in memory, those of the layer at ``path``."""
         module = self._skeleton.get_submodule(around)
+        # Only the first that the module has: the other one would draw the same values again.
         calls = [getattr(module, name) for name in _RESETS if hasattr(module, name)][:1]
         if self._function is not None:
             calls.append(lambda: self._function(module))

@@ -92,7 +92,7 @@ class PreparedModules:
 
     @contextmanager
     def swapped(self, owner: object, exchange: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which a module, or all of an owner's, has other weights than in training.
+        """Record within a block that a module, or all of an owner's, has other weights than in training.
 
         Args:
             owner: stands for them: the module, or the object that has the weights.
@@ -111,7 +111,7 @@ class PreparedModules:
 
     @contextmanager
     def training_weights(self) -> Iterator[None]:
-        """Context manager in which all modules have the weights of training."""
+        """Give all modules the weights of training within a block."""
         swapped, self._swapped = self._swapped, {}
         for exchange in swapped.values():
             exchange()

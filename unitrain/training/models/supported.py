@@ -1,6 +1,6 @@
 """Refuses modules, optimizers and schedulers that ``prepare`` and ``step`` do not support, with a remedy.
 
-Every check raises UsageError, on all ranks alike, before anything has changed.
+Every check raises UsageError, on all ranks, before anything has changed.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def check_module(module: nn.Module) -> None:
     if any(isinstance(layer, (DataParallel, DistributedDataParallel)) for layer in module.modules()):
         raise UsageError("the model is wrapped in torch's DDP or DataParallel already: pass the module within.")
     # Sharded parameters are DTensors, or flat parameters of FSDP's first version.
+    # By name, since importing torch's FSDP takes time that only its users should pay.
     flat = any(type(layer).__name__ == "FullyShardedDataParallel" for layer in module.modules())
     if flat or any(hasattr(p, "placements") for p in parameters):
         raise UsageError(
@@ -96,7 +97,7 @@ def check_scheduler(scheduler: Any) -> None:
             "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
         )
     try:
-        inspect.signature(scheduler.step).bind()
+        inspect.signature(scheduler.step).bind()  # raises TypeError if an argument is required
     except TypeError:
         raise UsageError(
             f"step() can't step a {type(scheduler).__name__}, which needs a metric or an epoch: leave it out, and call "
