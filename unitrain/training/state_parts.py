@@ -1,4 +1,4 @@
-"""Parts of a run's state, of which a checkpoint consists. Each collects, checks and loads itself."""
+"""Parts of a run's state that make a checkpoint. Each collects, checks and loads itself."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ class Windows:
         return window
 
     def register(self, optimizer: Optimizer) -> Window:
-        """Return the window of an optimizer, a new one for an unknown optimizer, of which the hooks are told.
+        """Return the window of an optimizer, a new one for an unknown optimizer. Tell the hooks of a new one.
 
         Raises:
             UsageError: this is no torch optimizer.
