@@ -20,7 +20,6 @@ from unitrain.device import accelerator, choices
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.features.keywords import StrategySettings
 from unitrain.job import excepthook
-from unitrain.job.elastic import start_again
 from unitrain.job.job import current
 from unitrain.launch.copies import refuse_copies
 from unitrain.launch.detect import Launch, detect
@@ -72,6 +71,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     _check_honoured(backend, resolved, launch)
     _check_shares(resolved, launch)
     features.check(resolved, backend)
+    features.before_joining(launch, backend)
     _set_process_state(resolved, launch)
     if launch.rank == 0:
         for line in advice(launch, choices(resolved.device)):
@@ -95,8 +95,6 @@ def _close_at_exit(strategy: Strategy) -> None:
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         exit_now(1)
-    if job.stopping.starts_again:
-        start_again()
     # Here and not by Python afterwards: the exit watch still runs, if the reader of stdout has stopped.
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
@@ -169,11 +167,6 @@ def _check_world(backend: type[Backend], launch: Launch) -> None:
 
 def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
     """Refuse what this backend does not support, and warn of settings that have no effect in this run."""
-    if launch.elastic and backend.watch_hosts is Backend.watch_hosts:
-        raise ConfigError(
-            f"backend {backend.name!r} can't go on with other hosts, as horovodrun --host-discovery-script wants it "
-            "to: use backend horovod, or restart the job with unitrain run --max-restarts 5 -- horovodrun -np N ..."
-        )
     idle = []
     if config.compression not in backend.compressions:
         if launch.world_size > 1:

@@ -376,12 +376,3 @@ def test_a_script_that_forgets_to_close_is_closed_at_exit(tmp_path: Path) -> Non
     script.write_text("import unitrain\ns = unitrain.init(backend='ddp')\nprint('end')\n")
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout, run.stderr) == (0, "end\n", "")
-
-
-def test_only_a_backend_that_can_goes_on_with_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere, horovodrun would wait for the others as long as they wait for the one that failed."""
-    recorded = TESTS / "launch_environments" / "horovodrun-gloo.json"
-    for name, value in {**json.loads(recorded.read_text())["environments"][0], "HOROVOD_ELASTIC": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="backend 'ddp' can't go on with other hosts"):
-        unitrain.init(backend="ddp")

@@ -10,6 +10,8 @@ that settings are read without it.
   feature is always on.
 - ``EXCLUDES``: settings that it can't be combined with, and why.
 - ``check(config, backend)``: raises ConfigError if it does not work with a backend. Called if the feature is turned on.
+- ``before_joining(launch, backend)``: called before this process joins a job. Raises ConfigError if the feature, which
+  has no setting then, does not work with this launcher and backend.
 - ``VERIFIED``: arguments of ``unitrain.testing.parity.cases.Case``, to compare training with it with a plain loop.
 - ``AS_ONE_DEVICE``: settings with which ranks compute what one device does for the same samples, where they would not
   without the feature.
@@ -41,6 +43,7 @@ from unitrain.config import Section, StrategyConfig, conflict
 if TYPE_CHECKING:
     from unitrain.checkpoint import Checkpoint
     from unitrain.communication.backend import Backend
+    from unitrain.launch.detect import Launch
     from unitrain.training.feature import Feature
     from unitrain.training.loop.sockets import Sockets
 
@@ -122,6 +125,17 @@ def check(config: StrategyConfig, backend: type[Backend]) -> None:
     """
     for module in _turned_on(config, having="check"):
         module.check(config, backend)
+
+
+def before_joining(launch: Launch, backend: type[Backend]) -> None:
+    """Let the features act that must, before this process joins a job.
+
+    Raises:
+        ConfigError: one does not work with this launcher and backend.
+    """
+    for module in modules():
+        if hasattr(module, "before_joining"):
+            module.before_joining(launch, backend)
 
 
 def make(config: StrategyConfig) -> list[Feature]:

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from unitrain.call_site import is_own
 from unitrain.errors import BackendError, CommunicationError, ConfigError, LaunchError, UnitrainError
-from unitrain.job.elastic import end_for_others
+from unitrain.job.ending import end_for_others, is_succeeded
 from unitrain.job.job import CAUSE_S, Job, current
 from unitrain.job.watch.messages import Verdict
 from unitrain.launch.detect import Launch, detect
@@ -70,13 +70,13 @@ class _FailureHook:
             ranks = LocalRanks(launch)
             if launch.local_world_size == launch.world_size and ranks.all_visible() and 0 not in ranks.present():
                 exit_now(code)  # rank 0 has reported it; mpiexec of MPICH, for one, does not end the others either
-        if job is None and launch.elastic and isinstance(error, CommunicationError):  # another was never started
-            end_for_others(launch, f"unitrain: {error}", code)
+        if job is None and is_succeeded() and isinstance(error, CommunicationError):  # another was never started
+            end_for_others(f"unitrain: {error}", code)
         verdict = None if job is None else _verdict(job, error, on_all_ranks=on_all_ranks)
         if verdict is not None and verdict.rank != launch.rank:
             if on_all_ranks:
                 exit_now(code)
-            end_for_others(launch, f"unitrain: {watch}: stopped because {verdict.text}", code)
+            end_for_others(f"unitrain: {watch}: stopped because {verdict.text}", code)
         if isinstance(error, UnitrainError):
             where = error.__cause__.place if isinstance(error.__cause__, RankError) else place(trace)
             print_stderr(f"unitrain: error: {error}{'' if on_all_ranks else where}")

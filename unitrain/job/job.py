@@ -14,7 +14,7 @@ from unitrain.job.joining.self_test import check_collectives
 from unitrain.job.joining.start_watch import watched_start
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.exit_watch import watch_exit
-from unitrain.job.watch.stopping import HOSTS_CHANGED, Stopping
+from unitrain.job.watch.stopping import Stopping
 from unitrain.job.watch.watch import Watch
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
@@ -92,8 +92,6 @@ class Job:
             )  # fmt: skip
         send = None if self.watch is None else self.watch.send
         self.stopping: Stopping = Stopping(boundaries, self.pulse, send, is_main=communicator.is_main)
-        if launch.elastic:
-            backend.watch_hosts(lambda: self.stopping.request(HOSTS_CHANGED))
 
     def is_secondary(self, error: BaseException | None) -> bool:
         """Return whether an error is, or was caused by, one that the library raises when another rank has gone."""

@@ -23,7 +23,7 @@ from host_commands import blocks_for, host_commands, on_hosts
 from lives import EPOCHS, PHASES, assert_undisturbed, begun_again, lives, ranks
 from places import TESTS
 
-from unitrain.launch import horovod_elastic
+from unitrain.features.horovod_elastic import asking
 
 pytestmark = [
     pytest.mark.launcher,
@@ -221,7 +221,7 @@ def test_a_rank_whose_host_is_cut_off_while_it_waits_for_horovodrun(hosts: Clust
     assert server.stdout.readline() == "open\n"
     address = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "node0", "HOROVOD_GLOO_RENDEZVOUS_PORT": "29450"}
     place = {"HOROVOD_HOSTNAME": "node1", "HOROVOD_LOCAL_RANK": "0"}
-    waiting = hosts.start(1, [sys.executable, horovod_elastic.__file__, "true"], environ={**address, **place})
+    waiting = hosts.start(1, [sys.executable, asking.__file__, "true"], environ={**address, **place})
     try:
         assert server.stdout.readline() == "asked\n"
         time.sleep(1)

@@ -213,28 +213,6 @@ def test_boundaries_are_passed_until_the_one_agreed_on() -> None:
     stopping.pass_boundary()
 
 
-def test_hosts_that_change_early_are_gone_on_with_once_there_is_a_checkpoint() -> None:
-    class Saves:
-        def wait(self) -> None:
-            raise AssertionError
-
-        def save_now(self) -> str:
-            return "here"
-
-    pulse = Pulse()
-    stopping = Stopping(Boundaries(pulse), pulse, None, is_main=False)
-    stopping.request("hosts_changed")
-    stopping.pass_boundary()
-    assert not stopping.starts_again
-    stopping.listen(Saves())
-    try:
-        with pytest.raises(unitrain.Stopped):
-            stopping.pass_boundary()
-    finally:
-        stopping.close()
-    assert stopping.starts_again
-
-
 def test_the_outermost_wait_says_in_what() -> None:
     pulse = Pulse()
     with pulse.within("checkpoint.save"), pulse.within("broadcast"):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unitrain.config import StrategyConfig
-from unitrain.job.elastic import end_for_others
+from unitrain.job.ending import end_for_others
 from unitrain.launch.detect import Launch
 from unitrain.launch.local_ranks import LocalRanks
 
@@ -76,4 +76,4 @@ def _watch(launch: Launch, config: StrategyConfig, joined: threading.Event) -> N
             continue
         if not joined.wait(0 if is_first else _FIRST_S):
             me = f"rank {launch.rank} on {socket.gethostname()} (pid {os.getpid()})"
-            end_for_others(launch, f"unitrain: {me}: stopped because {reason}.")
+            end_for_others(f"unitrain: {me}: stopped because {reason}.")

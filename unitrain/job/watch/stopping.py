@@ -28,8 +28,6 @@ Handler = Callable[[int, Any], object]
 """A handler of a signal."""
 SIGNAL = "signal"
 """Request: save, and end the run because of the signal with this number."""
-HOSTS_CHANGED = "hosts_changed"
-"""Request: save, and continue with other hosts."""
 RAISE_ERROR = "raise_error"
 """Request: raise the error of a checkpoint that could not be written in the background."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -66,7 +64,7 @@ class Stopping:
         is_main: whether this is rank 0, which prints.
 
     Attributes:
-        starts_again: whether this process has stopped to go on with other hosts.
+        checkpoint: the open checkpoint; None if there is none.
     """
 
     def __init__(
@@ -76,41 +74,39 @@ class Stopping:
         self._pulse = pulse
         self._send = send
         self._is_main = is_main
-        self._checkpoint: Saves | None = None
+        self.checkpoint: Saves | None = None
         self._signals: StopSignals | None = None
-        self._hosts_changed = False  # before there was a checkpoint
         self._lock = threading.Lock()
-        self.starts_again: bool = False
         self._actions: dict[str, Callable[[int], None]] = {
             SIGNAL: self._end_by_signal,
-            HOSTS_CHANGED: lambda _: self._go_on_elsewhere(),
             RAISE_ERROR: lambda _: self._raise_error(),
         }
-        self._ends = frozenset(self._actions)  # the kinds that end the run
+        self._ends = {*self._actions}  # the kinds that end the run
 
-    def add_action(self, kind: str, action: Callable[[int], None]) -> None:
-        """Add something that all ranks do at a boundary whenever it is requested, before they continue to train.
+    def add_action(self, kind: str, action: Callable[[int], None], *, ends: bool = False) -> None:
+        """Add something that all ranks do at a boundary whenever it is requested.
 
         Args:
             kind: names the requests for it.
             action: called on every rank, at the same boundary, with the number of the request. It may communicate.
+            ends: whether it may end the run. In one process, it then comes before what does not.
         """
         self._actions[kind] = action
+        if ends:
+            self._ends.add(kind)
 
     def remove_action(self, kind: str) -> None:
         """Ignore requests of a kind from now on."""
         self._actions.pop(kind, None)
 
     def listen(self, checkpoint: Saves) -> None:
-        """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1, and if hosts have changed."""
-        self._checkpoint = checkpoint
-        if self._hosts_changed:
-            self.request(HOSTS_CHANGED)
+        """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1."""
+        self.checkpoint = checkpoint
         self._signals = StopSignals(lambda number: self.request(SIGNAL, number))
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
-        self._checkpoint = None
+        self.checkpoint = None
         if self._signals is not None:
             self._signals.close()
             self._signals = None
@@ -119,7 +115,7 @@ class Stopping:
         """Ask all ranks to act at their next common boundary. Not collective; from any thread.
 
         Args:
-            kind: of the action: ``SIGNAL``, ``HOSTS_CHANGED``, ``RAISE_ERROR``, or one that was added.
+            kind: of the action: ``SIGNAL``, ``RAISE_ERROR``, or one that was added.
             number: the action's argument.
         """
         request = BoundaryRequest(kind, number)
@@ -149,14 +145,14 @@ class Stopping:
 
     def _raise_error(self) -> None:
         """Raise the error of the background writer, unless it was raised already. Collective."""
-        if self._checkpoint is not None:
-            self._checkpoint.wait()
+        if self.checkpoint is not None:
+            self.checkpoint.wait()
 
     def _end_by_signal(self, received: int) -> None:
         """Save a checkpoint, and end the run because of a signal. Collective."""
         number = signal.Signals(received)
         resubmit = self._signals.resubmit.get(number) if self._signals is not None else None
-        where = f" and saved in {self._checkpoint.save_now()}" if self._checkpoint is not None else ""
+        where = f" and saved in {self.checkpoint.save_now()}" if self.checkpoint is not None else ""
         if self._is_main:
             requeues = number == signal.SIGUSR1 or (number == signal.SIGTERM and _is_preempted())
             requeued = _requeue() if requeues and resubmit is None else ""
@@ -167,17 +163,6 @@ class Stopping:
             except SystemExit as end:
                 raise Stopped(end.code) from end
         raise Stopped(128 + number)
-
-    def _go_on_elsewhere(self) -> None:
-        """Save a checkpoint, and stop; not before there is a checkpoint, from which to go on. Collective."""
-        self._hosts_changed = True
-        if self._checkpoint is None:
-            return
-        where = self._checkpoint.save_now()
-        if self._is_main:
-            print_stdout(f"unitrain: hosts have changed: stopped after step {self._pulse.step}, saved in {where}.")
-        self.starts_again = True
-        raise Stopped(os.EX_TEMPFAIL)
 
 
 class StopSignals:

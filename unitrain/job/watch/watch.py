@@ -16,7 +16,7 @@ from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError
-from unitrain.job.elastic import end_for_others
+from unitrain.job.ending import end_for_others, is_succeeded
 from unitrain.job.watch import messages
 from unitrain.job.watch.admission import introduce
 from unitrain.job.watch.boundaries import Boundaries
@@ -130,7 +130,7 @@ class Watch:
         return self._verdict
 
     def before_restart(self, release: Callable[[], None]) -> None:
-        """Call a function before this process is run again in another world, by ``unitrain.job.elastic``.
+        """Call a function before this process goes on in another world (``unitrain.job.ending``).
 
         Args:
             release: releases what the rank holds, such as the lock of a folder: the restarted process has the same id,
@@ -244,7 +244,7 @@ class Watch:
         with self._changed:
             self._verdict = verdict
             self._changed.notify_all()
-        if self._release is not None and self._launch.elastic:
+        if self._release is not None and is_succeeded():
             self._release()
         ending = self._ending
         if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:
@@ -258,4 +258,4 @@ class Watch:
         if rank == self._me.rank:
             print_stacks(f"unitrain: stacks of {self._me} when the job was ended because of it:")
             exit_now(1, line)
-        end_for_others(self._launch, line)
+        end_for_others(line)

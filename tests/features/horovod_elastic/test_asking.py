@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from unitrain.launch import horovod_elastic
-from unitrain.launch.horovod_elastic import VARIABLES, next_place
+from unitrain.features.horovod_elastic import asking
+from unitrain.features.horovod_elastic.asking import VARIABLES, next_place
 
 
 def answering(answer: bytes, after_s: float = 0.0) -> str:
@@ -35,7 +35,7 @@ def test_the_answer() -> None:
 
 
 def test_a_long_wait_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(horovod_elastic, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(asking, "_PATIENCE_S", 0.1)
     assert next_place(answering(b"0,1,0,1,0,1", after_s=0.3), "node1", "3")
     said = capsys.readouterr().err
     assert said.startswith("unitrain: node1, local rank 3: horovodrun has given no new rank for 0.1 s.")

@@ -2,7 +2,7 @@
 
 After the failure of a rank, and when hosts have been added or removed, the driver waits until every process has asked
 for its next rank or has ended. It takes each that ends with an error for a failure of its host, which it then leaves
-out. So survivors must not end: in place of each, its command is run again, by ``unitrain.launch.horovod_elastic``, and
+out. So survivors must not end: in place of each, its command is run again, by ``asking.py``, and
 resumes from the checkpoint that was saved before. No state has to be taken back, as in Horovod's own elastic mode.
 """
 
@@ -17,22 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from unitrain.launch import horovod_elastic
-from unitrain.launch.detect import Launch
+from unitrain.features.horovod_elastic import asking
 from unitrain.process import exit_now, flush, print_stderr
 
 _END_S = 1.0
 _started_in = os.getcwd()
-
-
-def end_for_others(launch: Launch, line: str, code: int = 1) -> NoReturn:
-    """End this process because of other ranks, or have it go on in a world without them. From any thread.
-
-    ``line`` says why, on stderr.
-    """
-    if launch.elastic:
-        start_again(line)
-    exit_now(code, line)
 
 
 def start_again(line: str = "") -> NoReturn:
@@ -55,8 +44,8 @@ def start_again(line: str = "") -> NoReturn:
         environ = dict(one.split(b"=", 1) for one in first if b"=" in one)
     with suppress(OSError):
         os.chdir(_started_in)
-    asking = [sys.executable, "-I", "-S", horovod_elastic.__file__, *sys.orig_argv]
+    command = [sys.executable, "-I", "-S", asking.__file__, *sys.orig_argv]
     try:
-        os.execve(sys.executable, asking, environ)
+        os.execve(sys.executable, command, environ)
     except OSError as error:
         exit_now(1, f"unitrain: {sys.executable} could not be run again: {error}")
