@@ -79,7 +79,7 @@ class Preparation:
             ConfigError: a module can't be changed as the settings say.
             CommunicationError: the ranks prepare different models or optimizers.
         """
-        # Before any of them is changed, so that a notebook can mend its call and repeat it.
+        # Before any of them is changed, so that an interactive session can mend its call and repeat it.
         for item in objects:
             supported.check_kind(item)
         modules = [item for item in objects if isinstance(item, nn.Module)]
