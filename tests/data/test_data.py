@@ -44,7 +44,9 @@ class Records(Dataset[dict[str, Any]]):
 
 def test_a_meter_adds_single_numbers(strategy: Strategy) -> None:
     meter = strategy.meter()
-    with pytest.raises(unitrain.UsageError, match=r"a tensor of shape \(3,\): pass mean=x\.mean\(\) or total=x\.sum\(\)"):
+    with pytest.raises(
+        unitrain.UsageError, match=r"a tensor of shape \(3,\): pass mean=x\.mean\(\) or total=x\.sum\(\)"
+    ):
         meter.add(mean=torch.ones(3), count=3)
     meter.add(mean=torch.tensor(2.0), count=3)
     assert (meter.value(), meter.count()) == (2.0, 3)
