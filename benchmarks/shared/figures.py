@@ -9,6 +9,7 @@ Text is grey and the background transparent, so a chart is readable on a light a
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -168,7 +169,10 @@ def main() -> None:
         ):
             figure = Figure(figsize=(9, 2.6), layout="constrained")
             draw(results, figure)
-            figure.savefig(output / f"{name}.svg", transparent=True, metadata={"Date": None})
+            picture = io.StringIO()
+            figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
+            lines = (line.rstrip() for line in picture.getvalue().splitlines())
+            (output / f"{name}.svg").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

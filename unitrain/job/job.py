@@ -93,7 +93,7 @@ class Job:
         self.pulse: Pulse = communicator.collectives.pulse
         self.node_rank: int = launch.node_rank or 0
         self.failed = False
-        self.ended = False
+        self.ended: bool = False
         self._backend = type(backend)
         self.secret_key: bytes | None = None
         boundaries = Boundaries(self.pulse)

@@ -22,7 +22,7 @@ class Synchronisation(Feature, ModulePass):
 
     def __init__(self, *, only_torchs: bool) -> None:
         self._only_torchs = only_torchs
-        self.communicates = not only_torchs
+        self.communicates: bool = not only_torchs
 
     def plug_in(self, sockets: Sockets) -> None:
         """Plug this into a run."""
