@@ -188,6 +188,7 @@ while not survived:
 """
 
 
+@pytest.mark.all("test_checkpoint.py kills within saves")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.usefixtures("forked")
 def test_a_kill_within_a_save_leaves_a_whole_best_that_the_newest_state_knows(tmp_path: Path) -> None:

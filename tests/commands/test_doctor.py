@@ -117,6 +117,7 @@ def test_a_broken_launcher_environment_is_a_finding_and_hidden_gpus_are_explaine
     assert "CUDA_VISIBLE_DEVICES=''" in found["gpus"]["summary"]
 
 
+@pytest.mark.all("an interpreter")
 def test_what_is_missing_comes_with_the_command_that_adds_it(tmp_path: Path) -> None:
     bare = BareEnvironment.make(tmp_path)
     found = json.loads(bare.run("doctor", "--json").stdout)

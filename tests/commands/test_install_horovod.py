@@ -35,6 +35,7 @@ def bare(tmp_path: Path) -> BareEnvironment:
 # What is missing is said, all at once and before anything is fetched or built.
 
 
+@pytest.mark.all("an interpreter")
 def test_without_tools_and_mpi_all_of_them_are_named_with_the_command_that_adds_them(bare: BareEnvironment) -> None:
     done = bare.run("install-horovod")
     assert done.returncode == 1

@@ -28,6 +28,7 @@ from unitrain.testing.worlds import World
 PLUGIN = str(TESTS / "plugin")
 ALL = (*DUTIES.values(), *CORE_DUTIES.values())
 EVERY_MODULE = frozenset(duty.module for duty in ALL)
+OF_BACKENDS = EVERY_MODULE - {"core_duties"}  # which depend least on the backend
 SHORT = frozenset({"parity", "lifecycle"})
 # Its process groups are those of ddp, which is held to the other duties.
 OF_SHARDS = frozenset({"gradients", "parity", "preparation"})
@@ -53,7 +54,7 @@ DUTIES_IN_WORLDS = [
     *of_world(World("data_parallel", 1, "python"), SHORT),
     *of_world(World("ddp", 1, "python"), SHORT),
     *of_world(World("ddp", 2), EVERY_MODULE),
-    *of_world(World("horovod", 2, horovodrun_environments), EVERY_MODULE, HOROVOD),
+    *of_world(World("horovod", 2, horovodrun_environments), OF_BACKENDS, HOROVOD),
     *of_world(World("fsdp", 2), OF_SHARDS),
     *of_world(World("ddp", 3), ()),
     *of_world(World("horovod", 3, horovodrun_environments), (), HOROVOD),

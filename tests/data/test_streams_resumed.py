@@ -109,7 +109,8 @@ def expected(kind: str) -> list[int]:
 
 
 WORLDS = [
-    pytest.param([(1, 2, "spawn"), (3, 0, "spawn"), (2, 2, "spawn")], id="1-3-2"),
+    pytest.param([(1, 2, "spawn"), (2, 0, "spawn")], id="1-2"),
+    pytest.param([(1, 2, "spawn"), (3, 0, "spawn"), (2, 2, "spawn")], id="1-3-2", marks=pytest.mark.all("more worlds")),
     pytest.param([(2, 2, "horovodrun"), (1, 0, "spawn")], id="horovod", marks=[HOROVOD, pytest.mark.soak]),
 ]
 

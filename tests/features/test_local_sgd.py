@@ -153,7 +153,7 @@ def simulate(ranks: list[list[list[int]]], local_steps: int, fragments: list[lis
     [
         ("ddp", 2, "spawn", {"accumulate": 2}),
         ("ddp", 2, "spawn", {"accumulate": 2, **STREAMED}),
-        pytest.param("horovod", 3, "horovodrun", {}, marks=HOROVOD),
+        pytest.param("horovod", 3, "horovodrun", {}, marks=[HOROVOD, pytest.mark.all("without fragments")]),
         pytest.param("horovod", 2, "horovodrun", STREAMED, marks=HOROVOD),
         ("single", 1, "spawn", {}),
         ("single", 1, "spawn", STREAMED),

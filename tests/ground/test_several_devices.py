@@ -114,6 +114,7 @@ def train_with(devices: tuple[str, str], folder: str, settings: dict[str, Any]) 
     return train(devices, folder, **settings)
 
 
+@pytest.mark.all("one process trains such a model in make test")
 @pytest.mark.parametrize(
     ("launcher", "settings"),
     [

@@ -289,7 +289,7 @@ def test_weights_of_torchvision_s_classifier(here: Path) -> None:
 # -------------------------------------------------------------------------------------------------- what it does
 
 
-@pytest.mark.parametrize("kind", ["coco", "voc2012"])
+@pytest.mark.parametrize("kind", ["coco", pytest.param("voc2012", marks=pytest.mark.all("another format"))])
 def test_it_trains_on_a_folder_and_goes_on(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:

@@ -48,6 +48,7 @@ def plainly_trained(epochs: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
+@pytest.mark.all("a recipe on several ranks")
 def test_stages_train_the_model_of_one_process_and_resume_in_other_stages(tmp_path: Path) -> None:
     flags = ("--strategy.precision=fp64", "--strategy.device=cpu", f"--strategy.clip-norm={CLIP}")
     run_ranks(train, str(tmp_path), "--epochs=1", *flags, nprocs=2)

@@ -243,6 +243,7 @@ def test_the_learning_rate_scales_when_asked(recipe: Recipe, capsys: pytest.Capt
     assert "learning rate 0.1 * sqrt(8/32) = 0.05 (sqrt scaling)" in capsys.readouterr().out
 
 
+@pytest.mark.all("test_workers.py has workers")
 @pytest.mark.usefixtures("forked")
 def test_loading_in_other_processes_changes_nothing(recipe: Recipe, tmp_path: Path) -> None:
     (line,) = recipe(*FAKE, "--epochs", "1")

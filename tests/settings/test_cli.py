@@ -68,6 +68,7 @@ def test_an_error_is_one_message_and_its_own_exit_code(capsys: pytest.CaptureFix
     assert said.err.count("\n") == 1
 
 
+@pytest.mark.all("an interpreter")
 def test_a_termination_ends_what_was_started_too(tmp_path: Path) -> None:
     bare = BareEnvironment.make(tmp_path)
     os.mkfifo(tmp_path / "started")

@@ -146,6 +146,7 @@ def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
     assert [step for step, _, _ in run_ranks(resume, s3_url, FSDP, nprocs=3)] == [1, 1, 1]
 
 
+@pytest.mark.all("the other test of this file has shards of fsdp")
 def test_the_state_of_a_sharded_optimizer_is_written_by_each_rank_before_save_returns(s3_url: str) -> None:
     expected = run_ranks(save, s3_url, OWNED, False)[0]
     assert f"step-0000000002/{SHARDS[1]}" in objects(s3_url)
@@ -185,6 +186,7 @@ def load(url: str, backend: str) -> tuple[int, dict[str, Tensor]]:
         return sum(sizes), strategy.export(model).state_dict()
 
 
+@pytest.mark.all("test_weights.py reads such files of a disk")
 def test_weights_at_a_url_are_read_by_the_ranks_that_need_them(s3_url: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     torch.manual_seed(0)

@@ -199,6 +199,7 @@ def test_another_global_batch_still_reads_each_sample_once(case: Case, before: W
     assert sorted(samples) == Shards(list(case.sizes)).samples()
 
 
+@pytest.mark.all("workers of its own")
 @given(cases(), worlds, worlds, st.integers(1, 5))
 def test_a_dataset_with_a_state_is_not_read_again(case: Case, before: World, after: World, stop: int) -> None:
     shards = case.shards[0] * case.shards[1]

@@ -296,6 +296,7 @@ def continue_in(backend: str, name: str, epochs: int, folder: str, shards: bool)
         return run(strategy, name, epochs, folder)
 
 
+@pytest.mark.all("five worlds; the states are saved and loaded in make test")
 @HOROVOD
 @pytest.mark.parametrize("name", ["adamw", pytest.param("shampoo", marks=pytest.mark.soak)])
 def test_a_run_continues_in_any_world_with_and_without_it(

@@ -40,6 +40,7 @@ def run(folder: Path, script: str) -> list[tuple[int | None, str]]:
     return [(code, (folder / f"stderr {rank}").read_text()) for rank, code in enumerate(codes)]
 
 
+@pytest.mark.all("two interpreters")
 def test_a_reader_of_stdout_that_has_stopped(tmp_path: Path) -> None:
     script = """
         import os

@@ -210,7 +210,7 @@ def expected() -> dict[str, list[Tensor]]:
     ("backend", "launcher", "nprocs"),
     [
         ("ddp", "spawn", 2),
-        pytest.param("horovod", "horovodrun", 2, marks=needs.HOROVOD),
+        pytest.param("horovod", "horovodrun", 2, marks=[needs.HOROVOD, pytest.mark.all("a recipe on Horovod")]),
         pytest.param("ddp", "spawn", 3, marks=pytest.mark.all("more ranks")),
         pytest.param("horovod", "horovodrun", 3, marks=[needs.HOROVOD, pytest.mark.soak]),
     ],

@@ -124,13 +124,14 @@ WORLDS = [
 @pytest.mark.parametrize(
     ("loop", "accumulate"),
     [
-        (prefetched_after_the_forward, 1),
         (prefetched_after_the_forward, 2),
-        (prefetched_before_the_forward, 1),
         (prefetched_before_the_forward, 2),
-        (collected, 1),
         (collected, 2),
         (forwards_first, 2),
+        *(
+            pytest.param(loop, 1, marks=pytest.mark.all("without accumulation"))
+            for loop in (prefetched_after_the_forward, prefetched_before_the_forward, collected)
+        ),
     ],
 )
 def test_batches_taken_ahead_are_trained_on_in_their_order(

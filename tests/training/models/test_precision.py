@@ -162,7 +162,7 @@ def open_strategy(precision: Any) -> Strategy:
     return unitrain.init(backend="single", device="cpu", precision=precision)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.all("another compiler"))])
 @pytest.mark.parametrize("compiled_first", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp64"])
 def test_torch_compile_before_and_after_prepare(
