@@ -98,7 +98,7 @@ def test_samples_that_lie_on_the_gpu_are_read() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiled_models_train_as_eager_ones(compile_: Any, precision: str) -> None:
     if DEVICE == "sim":  # which the compiler does not know
-        settings: dict[str, Any] = {"device": "cpu", "compile": True, "compile_backend": "eager"}
+        settings: dict[str, Any] = {"device": "cpu", "compile": True}
     else:
         settings = {"compile": compile_}
     ends = []
