@@ -145,21 +145,6 @@ def test_deadline(capfd: pytest.CaptureFixture[str]) -> None:
     assert "in hang_on_rank_1" in capfd.readouterr().out
 
 
-@HOROVOD
-def test_horovodrun_environment() -> None:
-    assert run_ranks(places, launcher="horovodrun") == [("horovodrun", 0, 2, 0, 2, 0), ("horovodrun", 1, 2, 1, 2, 0)]
-    assert run_ranks(horovod_sum, launcher="horovodrun", nprocs=3) == [3.0, 3.0, 3.0]
-
-
-def horovod_sum() -> float:
-    import horovod.torch as hvd  # noqa: TID251
-
-    hvd.init()
-    total = hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
-    hvd.shutdown()
-    return float(total)
-
-
 def test_a_process_that_nobody_launched() -> None:
     assert start_ranks(places, nprocs=1, launcher="python") == [("python", 0, 1, 0, 1, 0)]
 
@@ -170,13 +155,6 @@ def test_a_process_that_nobody_launched() -> None:
 def test_real_launchers_start_the_ranks(launcher: str) -> None:
     found = start_ranks(places, launcher=launcher)
     assert [place[:3] for place in found] == [(launcher, 0, 2), (launcher, 1, 2)]
-
-
-@pytest.mark.soak
-@pytest.mark.launcher
-@HOROVOD
-def test_mpirun_starts_the_ranks() -> None:
-    assert run_ranks(horovod_sum, launcher="mpirun") == [1.0, 1.0]
 
 
 @pytest.mark.soak

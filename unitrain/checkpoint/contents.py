@@ -58,10 +58,6 @@ class RunPart(ObjectPart):
         """Return the state of this rank's random number generators."""
         return rng.capture()
 
-    def remember(self) -> Any:
-        """Return the state of this rank's random number generators."""
-        return self.state()
-
     def complete(self, state: Any) -> Any:
         """Return the state of the run, given that of this rank's random number generators. Collective.
 

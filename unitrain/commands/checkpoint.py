@@ -63,7 +63,7 @@ def merge(path: Path, output: Path, name: str = "model") -> int:
         # Written under another name first: a reader never sees half a file.
         with store.draft(output.name) as draft:
             with open(draft, "wb") as file:
-                if write := features.writers().get(output.suffix):
+                if write := features.declared("WRITERS").get(output.suffix):
                     _write(write, file, name, saved)
                 else:
                     forms = (Tensor, Form)
@@ -131,7 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions.add_parser("inspect", help=summary, description=sentence(summary))
     action.add_argument("path", type=path, metavar="PATH", help=where)
     action.set_defaults(run=inspect)
-    output = f"a file for torch.load{''.join(f', or a {ending} file' for ending in features.writers())}"
+    endings = "".join(f", or a {ending} file" for ending in features.declared("WRITERS"))
+    output = f"a file for torch.load{endings}"
     summary = "write the state of one object to a file, with whole tensors"
     action = actions.add_parser("merge", help=summary, description=sentence(summary))
     action.add_argument("path", type=path, metavar="PATH", help=where)

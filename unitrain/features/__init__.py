@@ -29,7 +29,7 @@ A function that scripts call as ``unitrain.NAME`` is in a file ``NAME.py`` of th
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -72,13 +72,16 @@ class Exclusion(NamedTuple):
 @cache
 def modules() -> tuple[ModuleType, ...]:
     """Return the packages of all features, in alphabetical order."""
-    return tuple(import_module(f"{__name__}.{entry.name}") for entry in pkgutil.iter_modules(__path__) if entry.ispkg)
+    return tuple(import_module(f"{__name__}.{name}") for name in _names())
+
+
+def _names() -> list[str]:
+    return [entry.name for entry in pkgutil.iter_modules(__path__) if entry.ispkg]
 
 
 def commands() -> list[Any]:
     """Return the modules of commands that features add. Other features are not imported: most import torch."""
-    names = [entry.name for entry in pkgutil.iter_modules(__path__) if entry.ispkg]
-    having = [name for name in names if any(Path(folder, name, "command.py").exists() for folder in __path__)]
+    having = [name for name in _names() if any(Path(folder, name, "command.py").exists() for folder in __path__)]
     return [import_module(f"{__name__}.{name}.command") for name in having]
 
 
@@ -87,24 +90,18 @@ def settings() -> list[type[Section]]:
     return [module.Settings for module in modules() if hasattr(module, "Settings")]
 
 
-def probes() -> dict[str, Callable[[], str]]:
-    """Return the functions that look at this host for ``unitrain doctor``, by the name of what they look at."""
-    return {name: probe for module in modules() for name, probe in getattr(module, "PROBES", {}).items()}
-
-
 def verified() -> list[dict[str, Any]]:
     """Return the arguments of the cases in which ``unitrain verify`` trains with features."""
     return [arguments for module in modules() for arguments in getattr(module, "VERIFIED", ())]
 
 
-def as_one_device() -> dict[str, Any]:
-    """Return the settings of features with which ranks compute what one device does for the same samples."""
-    return {name: value for module in modules() for name, value in getattr(module, "AS_ONE_DEVICE", {}).items()}
+def declared(name: str) -> dict[str, Any]:
+    """Return what all features declare by a name, in one dict.
 
-
-def writers() -> dict[str, Any]:
-    """Return the functions that write tensors to a file, by its ending."""
-    return {ending: write for module in modules() for ending, write in getattr(module, "WRITERS", {}).items()}
+    Args:
+        name: of a dict in their packages: ``AS_ONE_DEVICE``, ``PROBES`` or ``WRITERS``.
+    """
+    return {key: value for module in modules() for key, value in getattr(module, name, {}).items()}
 
 
 def refuse_exclusions(config: StrategyConfig) -> StrategyConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from torch.nn import Parameter
@@ -14,6 +14,7 @@ from unitrain.data.loop import Batches
 BeforeUpdate = Callable[[Optimizer, Sequence[Parameter]], None]
 AfterUpdate = Callable[[Optimizer, Sequence[Parameter], bool], None]
 Watched = Callable[[Optimizer, Sequence[Parameter]], None]
+_NOTHING = nullcontext()
 
 
 class StepHook:
@@ -133,9 +134,12 @@ class Hooks:
             overriding = [hook for hook in self._hooks if getattr(type(hook), moment) is not getattr(StepHook, moment)]
             setattr(self, moment, [getattr(hook, moment) for hook in overriding])
 
+    def call(self, name: str) -> AbstractContextManager[None]:
+        """Return a context manager around ``backward`` and ``update``, which costs nothing without hooks of a call."""
+        return self._around(name) if self.before_call or self.after_call else _NOTHING
+
     @contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        """Context manager around ``backward`` and ``update``."""
+    def _around(self, name: str) -> Iterator[None]:
         for begin in self.before_call:
             begin(name)
         try:

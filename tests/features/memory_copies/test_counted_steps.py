@@ -24,6 +24,8 @@ EPOCHS, STEPS_PER_EPOCH = 7, 3
 ALL = -1
 Fault = tuple[int, str, int]
 """The rank that fails, where, and after which step."""
+LAST_COPY: dict[Any, str] = {"auto": "step-0000000001.1", 2: "step-0000000004.1"}
+"""The newest copy when a rank fails after step 4, by ``memory_copies.every``."""
 SETTINGS: dict[str, Any] = {"backend": "ddp", "sync_batchnorm": True}
 
 
@@ -37,8 +39,9 @@ def train(folder: Path, fault: Fault | None, every: Any, how: str = "kill") -> d
                 return
             if how == "raise":
                 raise ValueError("an error of a rank")
-            if every != 1:
-                time.sleep(1)  # until the copy is written
+            if every in LAST_COPY:  # it is written beside the training
+                while not list(folder.glob(f"memory/*/{LAST_COPY[every]}/rank-0.json")):
+                    time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
         torch.manual_seed(0)

@@ -194,7 +194,7 @@ PROBES: dict[str, Callable[[], Finding]] = {
     "launched_by": _launched_by,
     "backends": _backends,
     "machine": _machine,
-    **{name: partial(_of_feature, probe) for name, probe in features.probes().items()},
+    **{name: partial(_of_feature, probe) for name, probe in features.declared("PROBES").items()},
     "network": _network,
     "host_name": _host_name,
 }

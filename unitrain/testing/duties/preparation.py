@@ -20,7 +20,7 @@ from unitrain.testing.worlds import World
 @duty()
 def copies_and_exports(world: World) -> None:
     """A deep copy, such as an average of weights, works by itself or is refused, and an export is a plain model."""
-    with world.open(precision="bf16", **features.as_one_device()) as strategy:
+    with world.open(precision="bf16", **features.declared("AS_ONE_DEVICE")) as strategy:
         model = Net(norm=True).float()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
         x = torch.randn(4, 4) + strategy.rank

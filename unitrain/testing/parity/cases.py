@@ -56,7 +56,8 @@ class Case:
 BF16_TOLERANCE = 7e-3
 FP16_TOLERANCE = 9e-4
 
-AS_ONE_DEVICE = features.as_one_device()  # without them, ranks differ from one device where there is a BatchNorm
+# Without them, ranks differ from one device where there is a BatchNorm.
+AS_ONE_DEVICE = features.declared("AS_ONE_DEVICE")
 
 CASES = (
     Case("plain"),

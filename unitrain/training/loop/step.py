@@ -84,7 +84,7 @@ class TrainingStep:
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
         self._judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
         self._guard = _guard(ranks, config, self._judge.forbids)
-        self._guard.measure(for_verdicts=self._judge.reads_norms)
+        self.check_verdicts()
         self.windows: Windows = Windows(
             backend,
             sockets.prepared,
