@@ -76,7 +76,11 @@ class GuardedStep(StepHook):
 
     def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Return the gradients of the parameters that have one, as ``__call__`` takes them."""
-        return [gradient for p in parameters if (gradient := p.grad) is not None]
+        gradients = []
+        for p in parameters:  # no comprehension, which before Python 3.12 costs a call in each step
+            if (gradient := p.grad) is not None:
+                gradients.append(gradient)
+        return gradients
 
     def __call__(
         self,
@@ -99,10 +103,12 @@ class GuardedStep(StepHook):
         if self._may_flag and gradients and getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._step_flagged(optimizer, parameters, gradients, losses)
         if self._only_checks:
-            if not self._are_finite(gradients, losses):
-                return False, None
-            optimizer.step()
-            return True, None
+            self._check(gradients, losses)
+            if not self._read_flag():
+                optimizer.step()
+                return True, None
+            self._flag.zero_()
+            return False, None
         norm = self._norm(parameters, gradients) if self._norm_tells else None
         # If the norm is finite, all gradients are; if it is not, it may have overflowed.
         known = norm is not None and math.isfinite(_added(norm, losses).item())

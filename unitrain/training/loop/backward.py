@@ -66,18 +66,27 @@ class Backward:
             windows: of the optimizers whose parameters get gradients.
             last: whether this backward ends the windows.
             of_all: whether these are the windows of all optimizers, so that all leaves of the graph get gradients.
+
+        Raises:
+            UsageError: the backward fails in a way that a script can mend, or the graph can't be limited to leaves.
         """
         # Not limited in the usual case, where all leaves of the graph belong to these windows anyway.
         inputs = None if of_all else self._leaves(losses, windows)
-        if len(losses.each) > 1:
-            run_parts(losses, windows, self._weights, self._scale, partial(self._run, windows, inputs), last=last)
-            return
-        loss = losses.each[0]
-        weight = losses.weights[0] if losses.weights else share
-        start = None  # autograd then starts from 1, without a tensor
-        if losses.weights or share != 1.0 or self._scale.scaler is not None:
-            start = self._scale.start(loss, weight)
-        self._run(windows, inputs, loss, start, weight)
+        try:
+            if len(losses.each) > 1:
+                run_parts(losses, windows, self._weights, self._scale, partial(self._run, windows, inputs), last=last)
+                return
+            loss = losses.each[0]
+            weight = losses.weights[0] if losses.weights else share
+            start = None  # autograd then starts from 1, without a tensor
+            if losses.weights or share != 1.0 or self._scale.scaler is not None:
+                start = self._scale.start(loss, weight)
+            self._run(windows, inputs, loss, start, weight)
+        except RuntimeError as error:
+            for part, message in _CAUSES.items():
+                if part in str(error):
+                    raise UsageError(message) from error
+            raise
 
     def _leaves(self, losses: Losses, windows: list[Window]) -> list[Tensor]:
         """Return the leaves of the graph that a backward for some of the optimizers is limited to.
@@ -117,11 +126,11 @@ class Backward:
                 return
             weight = weight.item()
         if weight and self._on_host and math.isfinite(loss.item()):  # the usual case
-            _differentiate(loss, start, inputs, keep_graph)
+            loss.backward(start, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
         elif not weight:
             # Zeros instead of a product with 0, which would be NaN for a loss of NaN.
             with _replaced(windows, torch.zeros_like):
-                _differentiate(loss, start, inputs, keep_graph)
+                loss.backward(start, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
         elif not self._on_host:
             self._run_unread(windows, inputs, loss, start, keep_graph)
         else:
@@ -129,7 +138,7 @@ class Backward:
             for window in windows:
                 window.evidence.refuse_loss()
             with _replaced(windows, partial(torch.full_like, fill_value=math.nan)):
-                _differentiate(loss, start, inputs, keep_graph)
+                loss.backward(start, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
 
     def _run_unread(
         self,
@@ -143,18 +152,7 @@ class Backward:
         weighed = loss.detach() if start is None else torch.where(start == 0, 0.0, loss.detach())
         for window in windows:
             window.evidence.add_loss(weighed, averaged=self._averaged)
-        _differentiate(loss, start, inputs, keep_graph)
-
-
-def _differentiate(loss: Tensor, start: Tensor | None, inputs: Sequence[Tensor] | None, keep_graph: bool) -> None:
-    """Call torch's backward. Raise UsageError, with a remedy, for errors that a script can mend."""
-    try:
         loss.backward(start, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        for part, message in _CAUSES.items():
-            if part in str(error):
-                raise UsageError(message) from error
-        raise
 
 
 @contextmanager

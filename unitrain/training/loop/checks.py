@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -147,15 +148,17 @@ class ScriptChecks:
 
     Attributes:
         direct: refuses steps that are not made by the strategy; None in one process.
+        next_look: the first step for which ``before_backward`` is to be called. Most steps need no look.
     """
 
     def __init__(self, communicator: Communicator, accumulate: int, is_prepared: Callable[[Parameter], bool]) -> None:
-        self._collectives = communicator.collectives
         self._is_main = communicator.is_main
         self._pulse = communicator.collectives.pulse
         self._losses = LossCheck(accumulate, communicator.world_size)
         self._schedulers = SchedulerCheck(pending=communicator.is_main)
         self.direct: DirectStepCheck | None = DirectStepCheck(is_prepared) if communicator.world_size > 1 else None
+        # On rank 0 alone, without a collective: scripts make such mistakes on all ranks.
+        self.next_look: int = 0 if communicator.is_main else sys.maxsize
 
     def before_backward(self, losses: Losses) -> None:
         """Refuse a backward after ``close``, and look at the losses of some steps.
@@ -163,12 +166,11 @@ class ScriptChecks:
         Raises:
             UsageError: the strategy is closed: its collectives would never return.
         """
-        if self._collectives.closed:
+        if self.next_look < 0:
             raise UsageError("backward() was called after strategy.close().")
-        if self._pulse.step >= self._losses.next_step and self._is_main:
-            for loss in losses.each:
-                # On rank 0 alone, without a collective: scripts make such mistakes on all ranks.
-                self._losses.look(loss, self._pulse.step, weighted=bool(losses.weights))
+        for loss in losses.each:
+            self._losses.look(loss, self._pulse.step, weighted=bool(losses.weights))
+        self.next_look = self._losses.next_step
 
     def no_gradients(self, name: str) -> None:
         """Warn of a step without gradients."""
@@ -195,7 +197,8 @@ class ScriptChecks:
             )
 
     def close(self) -> None:
-        """Remove the checks."""
+        """Remove the checks, and refuse further backwards."""
+        self.next_look = -1
         if self.direct is not None:
             self.direct.close()
 

@@ -105,7 +105,8 @@ class TrainingStep:
     ) -> None:
         """Run the first half of a step, for each micro-batch."""
         losses = Losses.of(loss, weight)
-        self.checks.before_backward(losses)
+        if self._pulse.step >= self.checks.next_look:
+            self.checks.before_backward(losses)
         windows = self.windows.of(optimizers)
         micro_batch = self.batches.of_backward(weighted=bool(losses.weights))
         last = self._ends_window(windows[0], micro_batch, sync)
@@ -113,7 +114,7 @@ class TrainingStep:
         for window in windows:
             window.enter(micro_batch, total, last)
         self.averaging.begin(losses, windows, last)
-        self._differentiate(losses, share, windows, last, len(windows) == len(self.windows))  # backward
+        self._differentiate(losses, share, windows, last, len(windows) == self.windows.count)  # backward
         self.averaging.end(windows, last)
         for window in windows:
             window.leave(last)
@@ -128,8 +129,10 @@ class TrainingStep:
         gradients = self._guard.gradients(window.parameters)
         if not gradients:
             self.checks.no_gradients(window.name)
-        window.rescale(gradients, self._accumulate)
-        self.scale.unscale(optimizer, gradients)  # unscale
+        if window.total.weight is not None or window.micro_batches != self._accumulate:
+            window.rescale(gradients, self._accumulate)
+        if self.scale.scaler is not None:
+            self.scale.unscale(optimizer, gradients)  # unscale
         stepped, norm = self._judge_clip_and_step(window, gradients)  # judge, clip, update
         if not stepped:
             self._go_on_without(window, norm)
@@ -249,7 +252,7 @@ class TrainingStep:
             for action in actions:
                 action()
         # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
-        if self.batches.micro_batch is None and (len(self.windows) == 1 or not self.windows.any_open):
+        if self.batches.micro_batch is None and (self.windows.count == 1 or not self.windows.any_open):
             for reached in self.hooks.at_boundary:
                 reached()
             self._pass_boundary()

@@ -7,7 +7,8 @@ unknown beforehand (``weight=``), the weights are summed over the ranks, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -29,7 +30,8 @@ ScriptWeights = Weight | Sequence[Weight] | Mapping[str, Weight] | None
 _SAME_LENGTH = 8  # losses, up to which the ranks sum tensors of one length even if they have other numbers of losses
 
 
-class Losses(NamedTuple):
+@dataclass(slots=True)
+class Losses:
     """The losses of one backward, each a mean over something else."""
 
     each: list[Tensor]
@@ -48,8 +50,11 @@ class Losses(NamedTuple):
         Raises:
             UsageError: a loss can't be trained on, or weights do not match the losses.
         """
-        if weight is None and (isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping))):
-            return cls([checked(loss)], [])
+        if weight is None:
+            if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():  # the usual case, without a call
+                return cls([loss], [])
+            if isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping)):
+                return cls([checked(loss)], [])
         losses, weights, names = loss, weight, []
         if isinstance(weight, Tensor):
             weights = weight.reshape(-1).unbind()
@@ -75,7 +80,7 @@ class Losses(NamedTuple):
     def of_stand_in(self) -> Losses:
         """Return the same losses with weight 0."""
         count = len(self.each)
-        return self._replace(weights=[*(0.0 for _ in self.each), *self.weights[count:]])
+        return Losses(self.each, [*(0.0 for _ in self.each), *self.weights[count:]])
 
 
 def checked(loss: Tensor) -> Tensor:

@@ -221,6 +221,9 @@ class Windows:
     """Makes a window for each optimizer, and keeps its parameters up to date when the script changes them.
 
     Iterating yields the windows, in the order in which their optimizers were registered.
+
+    Attributes:
+        count: number of windows, an attribute since each step asks for it.
     """
 
     def __init__(
@@ -251,12 +254,10 @@ class Windows:
         self._moves_gradients = moves_gradients
         self._all_gradients = all_gradients
         self._windows: dict[Optimizer, Window] = {}
+        self.count: int = 0
 
     def __iter__(self) -> Iterator[Window]:
         return iter(self._windows.values())
-
-    def __len__(self) -> int:
-        return len(self._windows)
 
     @property
     def any_open(self) -> bool:
@@ -288,10 +289,11 @@ class Windows:
                 raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
             for registered in self._hooks.registered:
                 registered(optimizer)
-            name = f"optimizer {len(self._windows)}"
+            name = f"optimizer {self.count}"
             evidence = Evidence(all_gradients=self._all_gradients, leaf=self._backend.sharding.leaf)
             window = Window(optimizer, name, evidence, self._total(name), self._backend.sharding.drop_gradients)
             self._windows[optimizer] = window
+            self.count += 1
         return window
 
     def of(self, optimizers: Sequence[Optimizer] | None) -> list[Window]:
@@ -306,27 +308,28 @@ class Windows:
                 raise UsageError(
                     "backward() was called without an optimizer, and none was prepared: pass one to either."
                 )
-            return [self._watched(window) for window in self._windows.values()]
-        return [self._watched(self._windows.get(optimizer) or self.register(optimizer)) for optimizer in optimizers]
+            optimizers = list(self._windows)
+        windows = []
+        for optimizer in optimizers:
+            window = self._windows.get(optimizer) or self.register(optimizer)
+            if window.witness is not None:
+                self._check_gradients(window)
+            # With one optimizer in one process, frozen parameters need not be left out: they have no gradient.
+            if self._averaged or self.count > 1 or len(optimizer.param_groups) != window.groups:
+                self._follow(window)
+            windows.append(window)
+        return windows
 
     def _check_gradients(self, window: Window) -> None:
         # With several optimizers, DDP moves gradients of one into its buckets during a backward for another.
-        if not self._moves_gradients or len(self._windows) == 1:
+        if not self._moves_gradients or self.count == 1:
             window.check_gradients()
 
-    def _watched(self, window: Window) -> Window:
-        """Update the window's parameters after changes of the optimizer's groups, or of ``requires_grad``.
-
-        With a single optimizer in one process, frozen parameters need not be excluded: they have no gradient.
-        """
-        if window.witness is not None:
-            self._check_gradients(window)
-        if not self._averaged and len(self._windows) == 1 and len(window.optimizer.param_groups) == window.groups:
-            return window
+    def _follow(self, window: Window) -> None:
+        """Update the window's parameters after changes of the optimizer's groups, or of ``requires_grad``."""
         trained = [p for group in window.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if len(trained) != len(window.trained) or not all(map(is_, trained, window.trained)):
             self._watch(window, trained)
-        return window
 
     def _watch(self, window: Window, trained: list[Parameter]) -> None:
         """Tell everyone who keeps something for each parameter that an optimizer trains others now."""
