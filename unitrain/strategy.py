@@ -252,14 +252,23 @@ class Strategy:
             feature: the feature. Each kind says what it needs, and whether adding it is collective.
 
         Raises:
-            UsageError: it is not a feature, or does not fit this run.
+            UsageError: it is not a feature, does not fit this run, or would average gradients in another way.
 
         Example:
             >>> skips = strategy.add(SkipOutliers(factor=4.0))
         """
         if not isinstance(feature, Feature):
             raise UsageError(f"add() takes a unitrain.Feature, not {type(feature).__name__}: make it a subclass.")
+        known = {id(hook) for hook in self._hooks}
         feature.plug_in(self._sockets)
+        if self._sockets.averaging is not self._step.averaging or self._sockets.replicas is not self._step.replicas:
+            raise UsageError(
+                f"{type(feature).__name__} averages gradients in another way, and the step has been built already: "
+                "make it a folder of unitrain/features with a section of settings, which is plugged in before."
+            )
+        for hook in self._hooks:
+            if id(hook) not in known:
+                self._step.windows.introduce(hook)
         self._step.check_verdicts()
         return feature
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import unitrain
 from unitrain import UsageError
 from unitrain.training.hooks import Hooks, StepHook
+from unitrain.training.loop.averaging import Averaging
 
 STEPS = 12
 OUTLIERS = {6, 10}
@@ -92,6 +93,40 @@ def test_what_is_no_feature_or_is_there_already_is_refused() -> None:
             strategy.add(Recorder("mine", []))
         with pytest.raises(UsageError, match=r"add\(\) takes a unitrain.Feature, not int: make it a subclass"):
             strategy.add(3)  # type: ignore[type-var]
+
+
+class Watcher(unitrain.Feature):
+    """Records the optimizers and parameters of which it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def registered(self, optimizer: Optimizer) -> None:
+        self.told.append(optimizer)
+
+    def watched(self, optimizer: Optimizer, trained: Any) -> None:
+        self.told.append(len(trained))
+
+
+def test_a_late_feature_is_told_of_the_optimizers_so_far() -> None:
+    with strategy_of() as strategy:
+        model, optimizer = strategy.prepare(model := model_of(), sgd(model))
+        assert strategy.add(Watcher()).told == [optimizer]
+        strategy.step(model(torch.ones(2, 4, dtype=torch.float64)).sum(), optimizer)
+        assert strategy.add(Watcher()).told == [optimizer, len(list(model.parameters()))]
+
+
+class OtherAveraging(unitrain.Feature):
+    """Would average gradients in another way."""
+
+    def plug_in(self, sockets: Any) -> None:
+        sockets.averaging = Averaging()
+
+
+def test_averaging_can_not_be_replaced_in_a_run() -> None:
+    refused = pytest.raises(UsageError, match=r"OtherAveraging averages gradients in another way, .* built already")
+    with strategy_of() as strategy, refused:
+        strategy.add(OtherAveraging())
 
 
 class Failing(unitrain.Feature):

@@ -82,3 +82,15 @@ class ShardedGuardedStep(GuardedStep):
                 self._flag.fill_(1.0)
         super()._check(gradients, losses)
         self._collectives.all_reduce_async(self._flag, "max", "gradients.found")()
+
+
+def guard_for(
+    communicator: Communicator,
+    clip_norm: float | None,
+    clip_value: float | None,
+    forbids: Callable[[float], bool],
+) -> GuardedStep:
+    """Make the guard of a run, with the arguments of ``GuardedStep``."""
+    if communicator.sharding.of_parameters:
+        return ShardedGuardedStep(communicator, clip_norm, clip_value, forbids)
+    return GuardedStep(communicator.device, clip_norm, clip_value, forbids)

@@ -47,8 +47,8 @@ class Sockets:
         batches: the batches that loaders have yielded.
         hooks: what happens around the steps.
         passes: what ``prepare`` changes of modules.
-        averaging: how gradients are averaged. A feature may replace it before the first step.
-        replicas: whether the ranks have one model. A feature may replace it before the first step.
+        averaging: how gradients are averaged. A feature of the settings may replace it; ``strategy.add`` refuses that.
+        replicas: whether the ranks have one model. The same holds for it.
         verdicts: what may forbid a step.
         parts: makes the parts that checkpoints have as separate files.
         states: small states by name, which checkpoints have with that of the run.

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unitrain.communication.communicator import Communicator
-from unitrain.config import StrategyConfig
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
-from unitrain.training.gradients.guard import GuardedStep
-from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
+from unitrain.training.gradients.sharded_guard import guard_for
 from unitrain.training.hooks import Hooks
 from unitrain.training.loop.averaging import Averaging, Replicas
 from unitrain.training.loop.backward import Backward
@@ -83,7 +80,7 @@ class TrainingStep:
         self._differentiate = Backward(self._weights, self.scale, on_host=on_host, averaged=averaged)
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
         self._judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
-        self._guard = _guard(ranks, config, self._judge.forbids)
+        self._guard = guard_for(ranks, config.clip_norm, config.clip_value, self._judge.forbids)
         self.check_verdicts()
         self.windows: Windows = Windows(
             backend,
@@ -323,10 +320,3 @@ class TrainingStep:
         self.checks.close()
         self.windows.close()
         self.averaging.close()
-
-
-def _guard(communicator: Communicator, config: StrategyConfig, forbids: Callable[[float], bool]) -> GuardedStep:
-    limits = config.clip_norm, config.clip_value, forbids
-    if communicator.sharding.of_parameters:
-        return ShardedGuardedStep(communicator, *limits)
-    return GuardedStep(communicator.device, *limits)

@@ -16,7 +16,7 @@ from unitrain.data.order.sharding import MicroBatch
 from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.training.gradients.evidence import Evidence
-from unitrain.training.hooks import Hooks
+from unitrain.training.hooks import Hooks, StepHook
 from unitrain.training.loop.weights import Total, Weight
 from unitrain.training.models.prepared import PreparedModules
 
@@ -295,6 +295,13 @@ class Windows:
             self._windows[optimizer] = window
             self.count += 1
         return window
+
+    def introduce(self, hook: StepHook) -> None:
+        """Tell a hook that was added late of the optimizers, and of the parameters that they train by now."""
+        for window in self:
+            hook.registered(window.optimizer)
+            if window.parameters:
+                hook.watched(window.optimizer, window.trained)
 
     def of(self, optimizers: Sequence[Optimizer] | None) -> list[Window]:
         """Return the windows of optimizers, with their present parameters. None means all that are registered.
