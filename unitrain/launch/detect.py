@@ -222,19 +222,22 @@ _PYTHON = _Launcher("python", lambda environ: True, "")
 
 
 def _mpirun(
-    present: tuple[str, ...] | Callable[[Mapping[str, str]], bool],
     start: str,
     place: _Place,
     more: Callable[[Variables, Launch], Launch] | None = None,
+    *,
     ids: tuple[str, ...] = (),
+    present: Callable[[Mapping[str, str]], bool] | None = None,
 ) -> _Launcher:
     """Return a launcher of MPI: rank 0 broadcasts the address of its store through MPI."""
+    # Either is enough, so that a missing one is reported and does not make every process a job of its own.
+    shows = present or (place.rank, place.local_rank)
 
     def meet(_variables: Variables, launch: Launch) -> Launch:
         return replace(launch, rendezvous="mpi")
 
     # All are called mpirun: to the rest of the package they are one launcher. All but Open MPI have the ABI of MPICH.
-    return _Launcher("mpirun", present, f"Start the job with {start} {_LEAVE}", place, meet, more, "MPICH", ids)
+    return _Launcher("mpirun", shows, f"Start the job with {start} {_LEAVE}", place, meet, more, "MPICH", ids)
 
 
 _BY_PRECEDENCE = (
@@ -253,40 +256,26 @@ _BY_PRECEDENCE = (
         lambda variables, launch: replace(launch, rendezvous="horovod", address=_horovodrun_server(variables)),
         _horovodrun,
     ),
-    _mpirun(  # of Open MPI; horovodrun's MPI controller looks the same
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        "mpirun -np N python SCRIPT",
-        # OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs on the node, not the rank of the node.
-        _Place.under("OMPI_COMM_WORLD"),
-        _open_mpi,
-    ),
-    _mpirun(  # jsrun of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI
-        ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-        "jsrun -n N python SCRIPT",
-        _Place.under("JSM_NAMESPACE"),
-        ids=("LSB_JOBID",),
-    ),
-    _mpirun(  # mpiexec of HPE's PALS
-        ("PALS_RANKID", "PALS_LOCAL_RANKID"),
-        "mpiexec -n N --ppn N python SCRIPT (PALS)",
+    # Of Open MPI; horovodrun's MPI controller looks the same. OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs on
+    # the node, not the rank of the node.
+    _mpirun("mpirun -np N python SCRIPT", _Place.under("OMPI_COMM_WORLD"), _open_mpi),
+    # Of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI.
+    _mpirun("jsrun -n N python SCRIPT", _Place.under("JSM_NAMESPACE"), ids=("LSB_JOBID",)),
+    _mpirun(
+        "mpiexec -n N --ppn N python SCRIPT (PALS)",  # HPE's
         _Place("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID"),
         ids=("PALS_APID", "PBS_JOBID"),
     ),
-    _mpirun(  # flux run
-        ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+    _mpirun(
         "flux run -n N python SCRIPT",
         _Place("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", _tasks_on_a_node),
         ids=("FLUX_JOB_ID",),
     ),
-    _mpirun(  # mpirun_rsh of MVAPICH2
-        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-        "mpirun_rsh -np N HOSTS python SCRIPT",
-        _Place.under("MV2_COMM_WORLD"),
-    ),
-    _mpirun(  # or mpiexec, of MPICH, Intel MPI and others based on hydra
-        _is_hydra,
-        "mpiexec -n N python SCRIPT (MPICH, Intel MPI)",
+    _mpirun("mpirun_rsh -np N HOSTS python SCRIPT", _Place.under("MV2_COMM_WORLD")),  # of MVAPICH2
+    _mpirun(
+        "mpiexec -n N python SCRIPT (MPICH, Intel MPI)",  # and others that are based on hydra; also called mpirun
         _Place("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        present=_is_hydra,
     ),
     _Launcher(
         "srun",

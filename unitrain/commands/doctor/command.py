@@ -40,7 +40,8 @@ def examine() -> dict[str, Finding]:
     findings = {}
     for name, probe in PROBES.items():
         try:
-            findings[name] = probe()
+            answer = probe()
+            findings[name] = answer if isinstance(answer, Finding) else Finding("ok", answer)
         # A broken library may raise anything, which is what this command is to find out.
         except Exception as error:
             findings[name] = Finding("error", f"{type(error).__name__}: {error}")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from unitrain.errors import BackendError
-from unitrain.launch.local.toolchain import PROBE_S, find_program, run_to_end, small_mpi_environment
+from unitrain.launch.local.launchers import launch_command
+from unitrain.launch.local.toolchain import PROBE_S, run_to_end, small_mpi_environment
 
 _TEST_SECONDS = 180.0
 
@@ -88,13 +89,9 @@ def check_allreduce(controller: str) -> None:
     Raises:
         BackendError: the launcher is missing, the processes fail, or the sum is wrong.
     """
-    launcher = {"mpi": ["mpirun"], "gloo": ["horovodrun", "--gloo"]}[controller]
-    program = find_program(launcher[0])
-    if program is None:
-        raise BackendError(f"{launcher[0]} is not installed, so Horovod's {controller} controller can't be tested.")
-    start = [str(program), *launcher[1:], "-np", "2"]
     # Many of the failures are crashes. faulthandler shows where.
-    command = [*start, sys.executable, "-X", "faulthandler", "-c", _TEST, controller]
+    test = ["-X", "faulthandler", "-c", _TEST, controller]
+    command = launch_command("mpirun" if controller == "mpi" else "horovodrun", 2, test)
     code, output = run_to_end(*command, environment=small_mpi_environment(), timeout_s=_TEST_SECONDS)
     if code:
         lines = output.strip().splitlines()
@@ -103,5 +100,5 @@ def check_allreduce(controller: str) -> None:
         shown = "\n".join([*(of_processes or lines)[-20:], f"exit code {code}"])
         raise BackendError(
             f"Horovod was installed, but an allreduce over two processes with its {controller} controller failed: "
-            f"{' '.join(start)} … printed\n{shown}"
+            f"{' '.join(command[:4])} … printed\n{shown}"
         )

@@ -54,12 +54,7 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
             other ranks are ended first.
     """
     excepthook.install_hook()
-    if nprocs is None:
-        nprocs = torch.accelerator.device_count()
-        if nprocs == 0:
-            raise UsageError("unitrain.spawn starts one process per GPU by default, but there is none: pass nprocs=N.")
-    if nprocs < 1:
-        raise UsageError(f"unitrain.spawn: nprocs is {nprocs}, but must be at least 1.")
+    nprocs = number_of_ranks("spawn", nprocs)
     _check_importable(fn)
     try:
         # Tried here, for one clear message: in the child, the error would be one of multiprocessing.
@@ -71,6 +66,27 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
         ) from error
     with spawn_environments(nprocs) as environments:
         run_processes(fn, args, environments, multiprocessing.get_context("spawn"))
+
+
+def number_of_ranks(function: str, nprocs: int | None) -> int:
+    """Return the number of ranks to start: ``nprocs``, or one per visible GPU.
+
+    Args:
+        function: the name of the function that the script has called, for messages.
+        nprocs: its argument.
+
+    Raises:
+        UsageError: there is no GPU, or ``nprocs`` is less than 1.
+    """
+    if nprocs is None:
+        nprocs = torch.accelerator.device_count()
+        if nprocs == 0:
+            raise UsageError(
+                f"unitrain.{function} starts one process per GPU by default, but there is none: pass nprocs=N."
+            )
+    if nprocs < 1:
+        raise UsageError(f"unitrain.{function}: nprocs is {nprocs}, but must be at least 1.")
+    return nprocs
 
 
 def _check_importable(fn: Callable[..., object]) -> None:

@@ -112,8 +112,10 @@ class Hub:
         match message:
             case messages.Heartbeat():
                 self._take_heartbeat(rank, message)
-            case messages.Failed():
-                self._decide_on_error(rank, message)
+            case messages.Failed(text=text, secondary=True):
+                self._decide_on_wait(rank, text)
+            case messages.Failed(text=text, on_all_ranks=on_all_ranks):
+                self._decide(rank, f": {text}", on_all_ranks=on_all_ranks)
             case messages.Ask():
                 self._send(rank, messages.Answer(self._describe_others(rank)))
             case messages.Call():
@@ -200,13 +202,6 @@ class Hub:
             waiting = f"{self._members[longest]} waits {waits[longest]}; {self._describe_others(longest)}"
             self._send(0, messages.Notice(f"{waiting}. The job ends after {self._timeout_s:g} s (timeout_s)."))
         self._noticed = waited > _NOTICE_S
-
-    def _decide_on_error(self, rank: int, error: messages.Failed) -> None:
-        """Decide on a rank's error: it is the first failure, unless it follows from another rank's."""
-        if error.secondary:
-            self._decide_on_wait(rank, error.text)
-        else:
-            self._decide(rank, f": {error.text}", on_all_ranks=error.on_all_ranks)
 
     def _decide_on_wait(self, rank: int, text: str) -> None:
         """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""

@@ -51,13 +51,7 @@ class HubServer(threading.Thread):
     """
 
     def __init__(
-        self,
-        members: Sequence[Member],
-        key: bytes,
-        *,
-        timeout_s: float,
-        heartbeat_timeout_s: float,
-        one_host: bool,
+        self, members: Sequence[Member], key: bytes, *, timeout_s: float, heartbeat_timeout_s: float, one_host: bool
     ) -> None:
         super().__init__(name="unitrain hub", daemon=True)
         allow_connections(len(members))
