@@ -1,5 +1,8 @@
 """Plain data as JSON and tensors, which is how ranks send it to one another: to decode it runs no code.
 
+torch.load with ``weights_only=True`` is no substitute: before torch 2.10, a stranger's data could run code there
+(CVE-2026-24747). And it builds the classes that any library of the process has declared safe.
+
 Plain are None, bools, ints, floats, complex numbers, strings, bytes, dense tensors, torch.Size, torch.device,
 torch.dtype, and lists, tuples, dicts and OrderedDicts of these that don't contain themselves; no subclasses of them.
 """
@@ -77,6 +80,7 @@ class _Content:
         self.left = left
 
     def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        """Return the next tensor. The size is checked first: a stranger may claim any shape."""
         size = math.prod(shape) * dtype.itemsize
         taken, self.left = self.left[:size].clone(), self.left[size:]
         if taken.numel() != size:
@@ -102,6 +106,7 @@ def _encoded(value: Any, tensors: list[Tensor], containing: set[int]) -> Any:
 
 
 def _encoded_tensor(value: Tensor, tensors: list[Tensor]) -> list[Any]:
+    """Return the dtype and the shape of a tensor as JSON, and append its content to ``tensors``."""
     if value.layout != torch.strided or value.requires_grad or value.is_meta:
         raise NotPlainError(f"a {value.dtype} tensor of layout {value.layout} is not plain data")
     name = _name_of(value.dtype)
@@ -110,6 +115,7 @@ def _encoded_tensor(value: Tensor, tensors: list[Tensor]) -> list[Any]:
 
 
 def _decoded(value: Any, content: _Content) -> Any:
+    """Return the value that was encoded as JSON. Any error means that the JSON was not made by ``_encoded``."""
     if isinstance(value, list):
         return [_decoded(item, content) for item in value]
     if not isinstance(value, dict):
@@ -125,6 +131,7 @@ def _decoded(value: Any, content: _Content) -> Any:
 
 
 def _name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype; NotPlainError is raised for rare ones, such as quantised ones."""
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise NotPlainError(f"{dtype} is not plain data")

@@ -230,7 +230,7 @@ def _mpirun(
     present: Callable[[Mapping[str, str]], bool] | None = None,
 ) -> _Launcher:
     """Return a launcher of MPI: rank 0 broadcasts the address of its store through MPI."""
-    # Either is enough, so that a missing one is reported and does not make every process a job of its own.
+    # Either is enough, so that a missing one is reported and does not make every process train alone.
     shows = present or (place.rank, place.local_rank)
 
     def meet(_variables: Variables, launch: Launch) -> Launch:

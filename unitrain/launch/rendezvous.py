@@ -69,6 +69,7 @@ def shared_secret(launch: Launch, timeout_s: float) -> bytes | None:
     """
     if launch.launcher != "torchrun":
         return _secrets.get(launch)
+    # Torchrun's store outlives the ranks, so the secret is in a new part of it.
     store = rendezvous(launch, timeout_s)
     if launch.rank == 0:
         store.set("secret", secrets.token_hex(_SECRET_BYTES))
@@ -125,6 +126,7 @@ def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
     """Let rank 0 broadcast the address of its store through MPI; without mpi4py, use the scheduler's hosts."""
     try:
         with mpi.all_ranks(launch) as world:
+            # Now or never: MPI is finalised at the end of the block, and can't be started again.
             drawn = secrets.token_bytes(_SECRET_BYTES) if launch.rank == 0 else None
             _secrets[launch] = mpi.broadcast(world, drawn)
             return _at_port_of_rank_0(

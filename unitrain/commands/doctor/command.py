@@ -52,6 +52,7 @@ def _print_table(findings: dict[str, Finding]) -> None:
     """Print a line per probe, and below the table the commands that install or fix a component."""
     table = Table("component", "", "found", box=None, pad_edge=False)
     for name, finding in findings.items():
+        # As Text: rich would take [brackets] in a finding for markup.
         table.add_row(name.replace("_", " "), Text(finding.status, _STYLES[finding.status]), Text(finding.summary))
     console = Console()
     console.print(table)

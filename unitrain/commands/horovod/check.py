@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from unitrain.errors import BackendError
 from unitrain.launch.local.launchers import launch_command
@@ -13,16 +13,13 @@ from unitrain.launch.local.toolchain import PROBE_S, run_to_end, small_mpi_envir
 
 _TEST_SECONDS = 180.0
 
-# Without its C extension, horovod.torch can be imported, prints a warning on stdout, and has no init.
+# Without its C extension, horovod.torch can be imported, prints a warning on stdout, and has no such functions.
 _CAPABILITIES = """
 import json
 import horovod
 import horovod.torch as hvd
-if hasattr(hvd, "init"):
-    built = {"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}
-else:
-    built = None
-print(json.dumps({"version": horovod.__version__, "built": built}))
+built = {name: bool(getattr(hvd, f"{name}_built", bool)()) for name in ("mpi", "gloo", "nccl")}
+print(json.dumps({"version": horovod.__version__, **built}))
 """
 
 # NCCL refuses two processes on one GPU, so its operations are tested only with two GPUs.
@@ -41,8 +38,7 @@ if (total, controller) != (3.0, sys.argv[1]):
 """
 
 
-@dataclass(frozen=True)
-class HorovodBuild:
+class HorovodBuild(NamedTuple):
     """The features that the installed Horovod was built with.
 
     Attributes:
@@ -75,9 +71,7 @@ def find_horovod() -> HorovodBuild | None:
         raise BackendError(f"Horovod is installed, but can't be imported: {lines[-1]}")
     # Other libraries may have printed before, and after.
     answer = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
-    built = answer["built"] or {}
-    controllers = tuple(name for name in ("mpi", "gloo") if built.get(name))
-    return HorovodBuild(answer["version"], controllers, built.get("nccl", False))
+    return HorovodBuild(answer["version"], tuple(filter(answer.get, ("mpi", "gloo"))), answer["nccl"])
 
 
 def check_allreduce(controller: str) -> None:

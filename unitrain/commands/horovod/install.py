@@ -102,6 +102,7 @@ def install_horovod(
         for controller in wanted.controllers:
             check_allreduce(controller)
             console.print(f"Tested: an allreduce over two processes with the {controller} controller.")
+        # Last: what was installed and failed its tests is tested again by the next run.
         tested.touch()
         log.replace(folder / "install.log")
         console.print(f"[green]Horovod {version} is ready[/] ({wanted}).")

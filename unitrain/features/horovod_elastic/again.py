@@ -44,6 +44,7 @@ def start_again(line: str = "") -> NoReturn:
         environ = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
     with suppress(OSError):
         os.chdir(_started_in)
+    # Isolated and without site-packages: it starts in milliseconds, and imports nothing from the script's folder.
     command = [sys.executable, "-I", "-S", asking.__file__, *sys.orig_argv]
     try:
         os.execve(sys.executable, command, environ)

@@ -83,6 +83,7 @@ class Endpoint(StepHook):
         self._pulse, self._script_thread = pulse, threading.get_ident()
         self._logged: dict[str, float] = {}
         self._about = {"id": uuid4().hex, "host": socket.gethostname(), "version": version("unitrain")}
+        # Without auto_describe, which would collect at once, from ranks that have sent nothing.
         registry = CollectorRegistry(auto_describe=False)
         registry.register(cast(Collector, self))
         try:
@@ -92,7 +93,7 @@ class Endpoint(StepHook):
                 f"rank 0 can't serve metrics at {host}, port {port}, on {self._about['host']}: {error.strerror}. Set "
                 "metrics.port to a free port, or to 0 for any, and metrics.host to an address of rank 0's host."
             ) from error
-        close_in_children(self._server.socket)
+        close_in_children(self._server.socket)  # a worker that outlives this process would keep the port
         self.port: int = self._server.server_port
         self._text = json.dumps({"address": host, "port": self.port, **self._about})
         self._files: list[Path] = []

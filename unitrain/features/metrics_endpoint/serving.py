@@ -35,6 +35,7 @@ class ServedMetrics(Feature):
         job = current()
         watch = None if job is None else job.watch
         members = (Member(0, socket.gethostname(), os.getpid(), 0),) if watch is None else watch.members
+        # Only rank 0 needs the package and a free port; on_main raises its error on every rank.
         sockets.communicator.on_main(lambda: self._open(members, sockets))
         if watch is not None:
             watch.observe(None if self._endpoint is None else self._endpoint.observe)

@@ -115,6 +115,7 @@ class Trackers(Feature):
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         """Log the run's settings: plain data, in nested dicts. Does nothing on other ranks than 0."""
+        # A copy, since the thread reads it later, when the script may have changed it.
         settings = dict(settings)
         for worker in self._workers:
             worker.calls.put(lambda tracker: tracker.log_settings(settings))
@@ -141,6 +142,7 @@ class Trackers(Feature):
         if self._closed:
             return
         self._closed = True
+        # By atexit it would be called with completed=False.
         atexit.unregister(self._close)
         for worker in self._workers:
             worker.calls.put(lambda tracker: tracker.close(completed=completed))

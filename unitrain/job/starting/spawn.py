@@ -53,6 +53,7 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
         BaseException: the exception of the first rank that failed, with its rank and traceback as the cause. The
             other ranks are ended first.
     """
+    # For this process as well, which has no strategy: a rank's error is printed here as it would be there.
     excepthook.install_hook()
     nprocs = number_of_ranks("spawn", nprocs)
     _check_importable(fn)
@@ -297,6 +298,7 @@ def run_rank(sender: Connection, environ: dict[str, str], fn: Callable[..., obje
     os.environ.clear()
     os.environ.update(environ)
     try:
+        # Pickled within the block: a result that can't be is an error of this rank.
         message = pickle.dumps(_Report(result=fn(*args)))
     except SystemExit as error:
         failure = _portable(error) if error.code else None
@@ -308,7 +310,7 @@ def run_rank(sender: Connection, environ: dict[str, str], fn: Callable[..., obje
         report = _Report(error=_portable(error), trace=traceback.format_exc(), place=place, at=at)
         sender.send_bytes(pickle.dumps(report))
         excepthook.report(error)
-        exit_now(1)
+        exit_now(1)  # without exit handlers, which may wait for other ranks
     sender.send_bytes(message)
 
 

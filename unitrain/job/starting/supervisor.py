@@ -177,6 +177,7 @@ class _Attempt:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         try:
+            # In another session, so that Ctrl-C and a closed terminal reach the ranks through here only, once.
             self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare)
         except OSError as error:
             raise LaunchError(
@@ -188,7 +189,7 @@ class _Attempt:
         terminated, kill_at = False, math.inf
         while True:
             got = signal.sigtimedwait({*_SIGNALS, signal.SIGCHLD}, _CHECK_S)
-            if time.monotonic() > kill_at:
+            if time.monotonic() > kill_at:  # nobody is left who could send a second signal
                 return self._kill(signal.SIGHUP)
             if got is None or got.si_signo == signal.SIGCHLD:
                 code = self._reap()
@@ -201,7 +202,7 @@ class _Attempt:
                 if not terminated and kill_at == math.inf:
                     self._stop(signal.SIGTERM)
                 kill_at = min(kill_at, time.monotonic() + _HANGUP_S)
-            elif terminated and got.si_signo != signal.SIGUSR1:
+            elif terminated and got.si_signo != signal.SIGUSR1:  # the second: who sends it does not want to wait
                 return self._kill(got.si_signo)
             elif not self.stopped or got.si_signo != signal.SIGUSR1:
                 terminated = got.si_signo != signal.SIGUSR1

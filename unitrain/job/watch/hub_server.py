@@ -110,6 +110,7 @@ class HubServer(threading.Thread):
                     observe(rank, message, now)
             if hub.finished:
                 return
+        # Before the verdict, which would be kept for a rank that does not read.
         self._hang_up(rank)
         hub.disconnected(rank)
 

@@ -12,7 +12,7 @@ from unitrain.pulse import USER_CODE
 class BoundaryRequest(NamedTuple):
     """A request for all ranks to do something at the same boundary."""
 
-    kind: str
+    kind: str  # and no enum, since features add kinds
     """The action of ``Stopping`` that it asks for."""
     number: int = 0
     """The argument of the action, such as the number of a signal."""

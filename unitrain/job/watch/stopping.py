@@ -119,6 +119,7 @@ class Stopping:
             number: the action's argument.
         """
         request = BoundaryRequest(kind, number)
+        # Every rank may send the same one, as for a signal to all: the hub drops those that it has.
         if self._send is not None:
             self._send(RequestStop(request))
             return
@@ -141,6 +142,7 @@ class Stopping:
             if request.kind in self._actions:
                 self._actions[request.kind](request.number)
         finally:
+            # Also after an error: the hub would never answer the next request.
             if self._send is not None:
                 self._send(Settled())
 
@@ -216,7 +218,7 @@ class StopSignals:
     def _listen(self) -> None:
         """Call ``request`` for the first signal, and end the process at a second. Runs in a thread, until ``close``."""
         first_at = 0.0
-        while numbers := self._receiver.recv(64):
+        while numbers := self._receiver.recv(64):  # a byte for each signal
             for number in numbers:
                 if number not in self._replaced:
                     continue

@@ -188,7 +188,7 @@ def find_cuda() -> tuple[Path, str] | None:
 def find_mpi() -> Mpi | None:
     """Return the MPI of the first ``mpirun`` on the path; None if it does not work or there is no ``mpirun``."""
     mpirun = find_program("mpirun")
-    output = mpirun and output_of(mpirun, "--version")
+    output = None if mpirun is None else output_of(mpirun, "--version")
     if mpirun is None or output is None:
         return None
     # Only a wrapper in the folder of mpirun is sure to belong to the same MPI.

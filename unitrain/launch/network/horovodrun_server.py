@@ -10,7 +10,8 @@ from datetime import timedelta
 from unitrain.errors import CommunicationError
 from unitrain.launch.detect import Launch
 
-_MOST_BYTES = 2**16  # of rank 0's addresses
+# Of rank 0's addresses. Anybody who reaches the server can have written more.
+_MOST_BYTES = 2**16
 _OFFER = "/unitrain/store"
 _HERE = "/unitrain/rank-{}"
 _RETRY_S, _OFFER_RETRY_S = 0.1, 0.05
