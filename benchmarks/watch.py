@@ -126,7 +126,7 @@ def measure_endpoint(ranks: int) -> Found:
     with urlopen(f"http://127.0.0.1:{endpoint.port}/metrics") as answer:
         size = len(answer.read())
     found = {"heartbeat_s": observed / 2 / ranks, "cpu_s": time.process_time() - begin - observed, "bytes": size}
-    endpoint.close()
+    endpoint.at_close()
     return found
 
 

@@ -39,9 +39,9 @@ def port() -> Iterator[int]:
         for rank in range(3):
             phase = USER_CODE if rank == 2 else "step"
             endpoint.observe(rank, Heartbeat(phase, second, 0.0, "", 0.0, (second, 0), 10**9), time.monotonic())
-    endpoint.log({"loss": 1.0})
+    endpoint.logged({"loss": 1.0})
     yield endpoint.port
-    endpoint.close()
+    endpoint.at_close()
 
 
 def exported(port: int) -> set[str]:

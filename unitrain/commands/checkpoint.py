@@ -136,14 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     summary = "write the state of one object to a file, with whole tensors"
     action = actions.add_parser("merge", help=summary, description=sentence(summary))
     action.add_argument("path", type=path, metavar="PATH", help=where)
-    action.add_argument(
-        "-o",
-        "--output",
-        type=path,
-        metavar="FILE",
-        required=True,
-        help=output,
-    )
+    action.add_argument("-o", "--output", type=path, metavar="FILE", required=True, help=output)
     action.add_argument(
         "--object", dest="name", default="model", metavar="NAME", help="name of the object (default: %(default)s)"
     )

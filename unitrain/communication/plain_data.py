@@ -1,5 +1,8 @@
 """Plain data as JSON and tensors, which is how ranks send it to one another: to decode it runs no code.
 
+torch.load with ``weights_only=True`` is no substitute: before torch 2.10, a stranger's data could run code there
+(CVE-2026-24747). And it builds the classes that any library of the process has declared safe.
+
 Plain are None, bools, ints, floats, complex numbers, strings, bytes, dense tensors, torch.Size, torch.device,
 torch.dtype, and lists, tuples, dicts and OrderedDicts of these that don't contain themselves; no subclasses of them.
 """
@@ -26,10 +29,7 @@ _DTYPES = {
         torch.float64, torch.complex64, torch.complex128,
     )
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("!Q")
-# By the name of a class: the class, and functions to and from plain data.
-_registered: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
 
 
 class NotPlainError(TypeError):
@@ -41,7 +41,7 @@ def register(kind: type[T], to_plain: Callable[[T], Any], from_plain: Callable[[
 
     ``from_plain`` must do no harm whatever it is given.
     """
-    _registered[kind.__name__] = (kind, to_plain, from_plain)
+    _kinds[kind.__name__] = (kind, to_plain, from_plain)
 
 
 def encode(value: Any) -> Tensor:
@@ -80,6 +80,7 @@ class _Content:
         self.left = left
 
     def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        """Return the next tensor. The size is checked first: a stranger may claim any shape."""
         size = math.prod(shape) * dtype.itemsize
         taken, self.left = self.left[:size].clone(), self.left[size:]
         if taken.numel() != size:
@@ -94,71 +95,77 @@ def _encoded(value: Any, tensors: list[Tensor], containing: set[int]) -> Any:
         return value
     if kind is Tensor:
         return {"tensor": _encoded_tensor(value, tensors)}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if kind is bytes:
-        return {"bytes": value.hex()}
-    if kind is torch.device:
-        return {"device": str(value)}
-    if kind is torch.dtype and value in _NAMES:
-        return {"dtype": _NAMES[value]}
-    if _registered.get(kind.__name__, (None,))[0] is kind:
-        return {kind.__name__: _encoded(_registered[kind.__name__][1](value), tensors, containing)}
-    if kind not in (list, tuple, torch.Size, dict, OrderedDict) or id(value) in containing:
-        raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} is not plain data")
     within = containing | {id(value)}
-    if kind is list:
+    if kind is list and id(value) not in containing:
         return [_encoded(item, tensors, within) for item in value]
-    if kind in (tuple, torch.Size):
-        return {kind.__name__: [_encoded(item, tensors, within) for item in value]}
-    items = [[_encoded(key, tensors, within), _encoded(item, tensors, within)] for key, item in value.items()]
-    # What torch's state dicts say of the versions of modules.
-    if kind is OrderedDict and vars(value):
-        if set(vars(value)) != {"_metadata"}:
-            raise NotPlainError("an OrderedDict with attributes is not plain data")
-        return {"OrderedDict": [items, _encoded(value._metadata, tensors, within)]}
-    return {kind.__name__: [items]}
+    # A subclass, such as a named tuple, would arrive as another type.
+    known, to_plain, _ = _kinds.get(kind.__name__, (None, repr, repr))
+    if known is not kind or id(value) in containing:
+        raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} is not plain data")
+    return {kind.__name__: _encoded(to_plain(value), tensors, within)}
 
 
 def _encoded_tensor(value: Tensor, tensors: list[Tensor]) -> list[Any]:
-    if value.layout != torch.strided or value.dtype not in _NAMES or value.requires_grad or value.is_meta:
+    """Return the dtype and the shape of a tensor as JSON, and append its content to ``tensors``."""
+    if value.layout != torch.strided or value.requires_grad or value.is_meta:
         raise NotPlainError(f"a {value.dtype} tensor of layout {value.layout} is not plain data")
+    name = _name_of(value.dtype)
     tensors.append(value.cpu().resolve_conj().resolve_neg().contiguous())
-    return [_NAMES[value.dtype], list(value.shape)]
+    return [name, list(value.shape)]
 
 
 def _decoded(value: Any, content: _Content) -> Any:
+    """Return the value that was encoded as JSON. Any error means that the JSON was not made by ``_encoded``."""
     if isinstance(value, list):
         return [_decoded(item, content) for item in value]
     if not isinstance(value, dict):
         return value
-    [(kind, its)] = value.items()
-    match kind:
-        case "tensor":
-            return content.take(_DTYPES[its[0]], its[1])
-        case "complex":
-            return complex(*its)
-        case "bytes":
-            return bytes.fromhex(its)
-        case "tuple":
-            return tuple(_decoded(item, content) for item in its)
-        case "device":
-            return torch.device(its)
-        case "dtype":
-            return _DTYPES[its]
-        case "Size":
-            return torch.Size(its)
-        case "dict":
-            return dict(_items(its[0], content))
-        case "OrderedDict":
-            ordered = OrderedDict(_items(its[0], content))
-            if len(its) > 1:
-                vars(ordered)["_metadata"] = _decoded(its[1], content)
-            return ordered
-    if kind in _registered:
-        return _registered[kind][2](_decoded(its, content))
-    raise ValueError(f"unknown kind {kind!r}")
+    [(kind, plain)] = value.items()
+    if kind == "tensor":
+        return content.take(_DTYPES[plain[0]], plain[1])
+    plain = _decoded(plain, content)
+    # A tuple of the elements of a tensor would need a hundred times the memory of what was sent.
+    if kind not in _kinds or not isinstance(plain, (str, list, tuple)):
+        raise ValueError(f"unknown kind {kind!r}, or another content than it has")
+    return _kinds[kind][2](plain)
 
 
-def _items(items: Any, content: _Content) -> list[tuple[Any, Any]]:
-    return [(_decoded(key, content), _decoded(item, content)) for key, item in items]
+def _name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype; NotPlainError is raised for rare ones, such as quantised ones."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise NotPlainError(f"{dtype} is not plain data")
+    return name
+
+
+def _pairs(value: dict[Any, Any]) -> list[list[Any]]:
+    """Return keys and values: JSON's own dicts have strings as keys."""
+    return [list(item) for item in value.items()]
+
+
+def _ordered_parts(value: OrderedDict[Any, Any]) -> list[Any]:
+    """Return keys and values, and the attribute in which torch's state dicts have the versions of modules."""
+    if vars(value).keys() - {"_metadata"}:
+        raise NotPlainError("an OrderedDict with attributes is not plain data")
+    return [_pairs(value), getattr(value, "_metadata", None)]
+
+
+def _ordered(parts: list[Any]) -> OrderedDict[Any, Any]:
+    items, metadata = parts
+    value = OrderedDict(items)
+    if metadata is not None:
+        vars(value)["_metadata"] = metadata
+    return value
+
+
+# By the name of a class: the class, and functions to and from plain data.
+_kinds: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "complex": (complex, lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "device": (torch.device, str, torch.device),
+    "dtype": (torch.dtype, _name_of, _DTYPES.__getitem__),
+    "Size": (torch.Size, list, torch.Size),
+    "tuple": (tuple, list, tuple),
+    "dict": (dict, _pairs, dict),
+    "OrderedDict": (OrderedDict, _ordered_parts, _ordered),
+}

@@ -57,11 +57,13 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
             raise
     global _current
     _current = job
+    # Another one than the handshake's, which had neither a watch to compare calls by nor a key to sign pickles with.
     return Communicator(backend, job.pulse, peers=job.watch, compares=config.debug, key=job.secret_key), job
 
 
 def _start(backend: Backend, launch: Launch) -> None:
     """Start a backend, and check that it sees the world that the launcher has started."""
+    # A plug-in's may return anything. A wrong rank would be noticed as a wrong model only.
     seen = backend.start()
     if not (isinstance(seen, tuple) and len(seen) == 2 and all(isinstance(number, int) for number in seen)):
         raise BackendError(f"backend {backend.name!r}: start() must return (rank, world size), but returned {seen!r}.")
@@ -111,6 +113,7 @@ class Job:
                 str(self.watch), self.pulse,
                 warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,
             )  # fmt: skip
+        # A single process has no hub to agree with, but is stopped by signals as well.
         send = None if self.watch is None else self.watch.send
         self.stopping: Stopping = Stopping(boundaries, self.pulse, send, is_main=communicator.is_main)
 

@@ -55,6 +55,7 @@ def _hosts_in_file(variable: str, path: str) -> dict[str, int]:
             f"{variable} is {path!r}, which can't be read ({error.strerror}), so the first host of the job is not "
             "known: set MASTER_ADDR and MASTER_PORT to an address of rank 0's host."
         ) from None
+    # A Counter keeps the order of the first lines, which is that of the ranks.
     return Counter(line.split()[0] for line in lines if line.strip())
 
 

@@ -103,6 +103,10 @@ class _Launcher:
     """Adds where the ranks meet if MASTER_ADDR and MASTER_PORT are not set; None if they must be set."""
     more: Callable[[Variables, Launch], Launch] | None = None
     """Reads and checks what else it tells."""
+    mpi: str | None = None
+    """As in ``Launch``, where it is always the same."""
+    ids: tuple[str, ...] = ()
+    """Variables with the id of a job, the most specific first: a scheduler's job may start several of a launcher's."""
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
         """Return whether this launcher has started the process, as far as its variables tell."""
@@ -114,7 +118,8 @@ class _Launcher:
         """Read the launch from the variables: first the place in the job, then where the ranks meet, then the rest."""
         if self.place is None:
             return Launch(self.name)
-        launch = self.place.read(self.name, variables)
+        job = next((variables.string(name) for name in self.ids if name in variables), None)
+        launch = replace(self.place.read(self.name, variables), mpi=self.mpi, step=job)
         # The user's choice of an address comes first.
         if self.meet is None or any(name in variables for name in _MASTER):
             launch = replace(launch, rendezvous="tcp", address=variables.address(*_MASTER))
@@ -150,11 +155,6 @@ def _horovodrun(variables: Variables, launch: Launch) -> Launch:
     return replace(launch, elastic=elastic)
 
 
-def _meet_by_mpi(_variables: Variables, launch: Launch) -> Launch:
-    """Let rank 0 broadcast the address of its store through MPI."""
-    return replace(launch, rendezvous="mpi")
-
-
 def _open_mpi(variables: Variables, launch: Launch) -> Launch:
     """Read which Open MPI has started this process: 4 uses ORTE, and 5 uses PRRTE."""
     if "PMIX_RANK" in variables or "PMIX_NAMESPACE" in variables:
@@ -164,25 +164,6 @@ def _open_mpi(variables: Variables, launch: Launch) -> Launch:
     # Open MPI 5 starts its processes through PRRTE, and can't talk to a library of Open MPI 4.
     is_5 = "OMPI_VERSION" in variables or "PRTE_LAUNCHED" in variables
     return replace(launch, mpi="Open MPI 5" if is_5 else "Open MPI 4")
-
-
-def _mpich(_variables: Variables, launch: Launch) -> Launch:
-    """Take the MPI for one that is based on MPICH, and so has its ABI."""
-    return replace(launch, mpi="MPICH")
-
-
-def _of_job(*ids: str) -> Callable[[Variables, Launch], Launch]:
-    """Return a function that reads the id of a job from the first of these variables that is set.
-
-    Args:
-        *ids: names of variables, the most specific first: a scheduler's job may start several of a launcher's.
-    """
-
-    def read(variables: Variables, launch: Launch) -> Launch:
-        name = next((name for name in ids if name in variables), None)
-        return replace(launch, mpi="MPICH", step=None if name is None else variables.string(name))
-
-    return read
 
 
 def _is_hydra(environ: Mapping[str, str]) -> bool:
@@ -241,14 +222,22 @@ _PYTHON = _Launcher("python", lambda environ: True, "")
 
 
 def _mpirun(
-    present: tuple[str, ...] | Callable[[Mapping[str, str]], bool],
     start: str,
     place: _Place,
-    more: Callable[[Variables, Launch], Launch] = _mpich,
+    more: Callable[[Variables, Launch], Launch] | None = None,
+    *,
+    ids: tuple[str, ...] = (),
+    present: Callable[[Mapping[str, str]], bool] | None = None,
 ) -> _Launcher:
-    """Return a launcher of MPI: its ranks meet by broadcasts of MPI."""
-    # All are called mpirun: to the rest of the package they are one launcher.
-    return _Launcher("mpirun", present, f"Start the job with {start} {_LEAVE}", place, _meet_by_mpi, more)
+    """Return a launcher of MPI: rank 0 broadcasts the address of its store through MPI."""
+    # Either is enough, so that a missing one is reported and does not make every process train alone.
+    shows = present or (place.rank, place.local_rank)
+
+    def meet(_variables: Variables, launch: Launch) -> Launch:
+        return replace(launch, rendezvous="mpi")
+
+    # All are called mpirun: to the rest of the package they are one launcher. All but Open MPI have the ABI of MPICH.
+    return _Launcher("mpirun", shows, f"Start the job with {start} {_LEAVE}", place, meet, more, "MPICH", ids)
 
 
 _BY_PRECEDENCE = (
@@ -267,40 +256,26 @@ _BY_PRECEDENCE = (
         lambda variables, launch: replace(launch, rendezvous="horovod", address=_horovodrun_server(variables)),
         _horovodrun,
     ),
-    _mpirun(  # of Open MPI; horovodrun's MPI controller looks the same
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        "mpirun -np N python SCRIPT",
-        # OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs on the node, not the rank of the node.
-        _Place.under("OMPI_COMM_WORLD"),
-        _open_mpi,
-    ),
-    _mpirun(  # jsrun of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI
-        ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-        "jsrun -n N python SCRIPT",
-        _Place.under("JSM_NAMESPACE"),
-        _of_job("LSB_JOBID"),
-    ),
-    _mpirun(  # mpiexec of HPE's PALS
-        ("PALS_RANKID", "PALS_LOCAL_RANKID"),
-        "mpiexec -n N --ppn N python SCRIPT (PALS)",
+    # Of Open MPI; horovodrun's MPI controller looks the same. OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs on
+    # the node, not the rank of the node.
+    _mpirun("mpirun -np N python SCRIPT", _Place.under("OMPI_COMM_WORLD"), _open_mpi),
+    # Of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI.
+    _mpirun("jsrun -n N python SCRIPT", _Place.under("JSM_NAMESPACE"), ids=("LSB_JOBID",)),
+    _mpirun(
+        "mpiexec -n N --ppn N python SCRIPT (PALS)",  # HPE's
         _Place("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID"),
-        _of_job("PALS_APID", "PBS_JOBID"),
+        ids=("PALS_APID", "PBS_JOBID"),
     ),
-    _mpirun(  # flux run
-        ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+    _mpirun(
         "flux run -n N python SCRIPT",
         _Place("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", _tasks_on_a_node),
-        _of_job("FLUX_JOB_ID"),
+        ids=("FLUX_JOB_ID",),
     ),
-    _mpirun(  # mpirun_rsh of MVAPICH2
-        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-        "mpirun_rsh -np N HOSTS python SCRIPT",
-        _Place.under("MV2_COMM_WORLD"),
-    ),
-    _mpirun(  # or mpiexec, of MPICH, Intel MPI and others based on hydra
-        _is_hydra,
-        "mpiexec -n N python SCRIPT (MPICH, Intel MPI)",
+    _mpirun("mpirun_rsh -np N HOSTS python SCRIPT", _Place.under("MV2_COMM_WORLD")),  # of MVAPICH2
+    _mpirun(
+        "mpiexec -n N python SCRIPT (MPICH, Intel MPI)",  # and others that are based on hydra; also called mpirun
         _Place("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        present=_is_hydra,
     ),
     _Launcher(
         "srun",

@@ -86,6 +86,7 @@ def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> St
             part.wait([_GO_ON], timeout)
         except DistError as error:
             raise _incomplete(launch, timeout, _missing(part, launch)) from error
+        # Tells the others that this part is not an earlier rank 0's, which would have all arrivals, too.
         part.set(_COMPLETE, "")
         return part
     deadline = time.monotonic() + timeout.total_seconds()
@@ -178,6 +179,7 @@ def _let_others_read(launch: Launch) -> None:
 
 def _missing(store: Store, launch: Launch) -> str:
     """Return which ranks have not connected. The first rank that asks looks for them, and tells the others."""
+    # Thousands of ranks that each asked for the keys of thousands would keep the store busy for minutes.
     if store.add("unitrain/asked", 1) == 1:
         missing = [rank for rank in range(launch.world_size) if not store.check([_arrival(rank)])]
         store.set("unitrain/missing", f"rank {listed(missing)}")

@@ -22,8 +22,7 @@ from unitrain.launch.detect import Launch
 from unitrain.launch.meeting import check_torchrun, meet_in_new_store, meet_in_served_store
 from unitrain.launch.network import horovodrun_server
 from unitrain.launch.network.addresses import own_addresses, reach
-from unitrain.launch.network.open_files import allow_connections
-from unitrain.launch.network.tcp_store import LOOPBACK, join_store, open_on_loopback
+from unitrain.launch.network.tcp_store import LOOPBACK, join_store, open_store
 
 # A store lives as long as its process. MPI can be started only once, and if rank 0 closed a port and opened it again, a
 # rank that has not left the first store yet could connect to the second.
@@ -70,6 +69,7 @@ def shared_secret(launch: Launch, timeout_s: float) -> bytes | None:
     """
     if launch.launcher != "torchrun":
         return _secrets.get(launch)
+    # Torchrun's store outlives the ranks, so the secret is in a new part of it.
     store = rendezvous(launch, timeout_s)
     if launch.rank == 0:
         store.set("secret", secrets.token_hex(_SECRET_BYTES))
@@ -97,18 +97,12 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
     if launch.rendezvous == "served":
         check_torchrun(launch)
     opens = launch.rank == 0 and launch.rendezvous == "tcp"
-    # Other hosts have no business at a store for the ranks of one host.
-    on_loopback = launch.rendezvous == "tcp" and launch.local_world_size == launch.world_size
-    if opens:
-        allow_connections(launch.world_size)
     try:
-        if opens and on_loopback:
-            store = open_on_loopback(int(port), timeout)
-        elif opens:
-            store = TCPStore(
-                host, int(port), launch.world_size, is_master=True, timeout=timeout, wait_for_workers=False
-            )
+        if opens:
+            store = open_store(launch, host, int(port), timeout)
         else:
+            # Rank 0 has opened a store for the ranks of one host at the loopback address, whatever MASTER_ADDR says.
+            on_loopback = launch.rendezvous == "tcp" and launch.local_world_size == launch.world_size
             store = join_store(LOOPBACK if on_loopback else host, int(port), launch, timeout)
         if launch.rendezvous == "served":
             return meet_in_served_store(store, launch, timeout)
@@ -132,12 +126,11 @@ def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
     """Let rank 0 broadcast the address of its store through MPI; without mpi4py, use the scheduler's hosts."""
     try:
         with mpi.all_ranks(launch) as world:
+            # Now or never: MPI is finalised at the end of the block, and can't be started again.
             drawn = secrets.token_bytes(_SECRET_BYTES) if launch.rank == 0 else None
             _secrets[launch] = mpi.broadcast(world, drawn)
             return _at_port_of_rank_0(
-                launch,
-                timeout,
-                lambda offer: mpi.broadcast(world, None if offer is None else offer.encode()).decode(),
+                launch, timeout, lambda offer: mpi.broadcast(world, None if offer is None else offer.encode()).decode()
             )
     except BackendError:
         address = address_of_rank_0(launch, os.environ)
@@ -160,16 +153,11 @@ def _at_port_of_rank_0(launch: Launch, timeout: timedelta, share: Callable[[str 
         timeout: how long to wait for rank 0's store.
         share: is called with rank 0's addresses and port there, with None on other ranks, and returns rank 0's on all.
     """
-    one_host = launch.local_world_size == launch.world_size
     if launch.rank == 0:
-        allow_connections(launch.world_size)
-        if one_host:
-            store = open_on_loopback(0, timeout)
-        else:
-            # The server listens at all addresses; this one is for the client in this process.
-            store = TCPStore(LOOPBACK, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = open_store(launch, LOOPBACK, 0, timeout)
         # All addresses, since rank 0 does not know which of its networks the others are on.
-        share(json.dumps([[LOOPBACK] if one_host else own_addresses(), store.port]))
+        addresses = [LOOPBACK] if launch.local_world_size == launch.world_size else own_addresses()
+        share(json.dumps([addresses, store.port]))
         return store
     hosts, port = _read_offer(share(None), launch)
     # Which of rank 0's addresses this host reaches is found out first: torch's client would wait at the first.

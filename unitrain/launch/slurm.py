@@ -16,7 +16,7 @@ _MOST_IDS = 0xFFFF_FFFF  # the largest job or step id
 PORTS = range(20000, 30000)
 """Range of ``step_port``: below Linux's ephemeral ports, above most services."""
 
-_STEPS = 101
+_STEPS = 101  # how many steps of a job get different ports; see ``step_port``
 
 
 def in_step(environ: Mapping[str, str]) -> bool:

@@ -50,6 +50,7 @@ class Variables:
         value = self.environ.get(name)
         if not value:
             raise self.error(name, wanted)
+        # Errors of a backend name what was read: the user sees which variable misled it.
         self.used[name] = value
         return value
 

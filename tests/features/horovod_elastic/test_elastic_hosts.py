@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +32,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, *, elastic: bool) -> tuple[Pretende
     backend.launch = replace(backend.launch, elastic=elastic)
     monkeypatch.setattr(type(backend), "watch_hosts", lambda self, changed: calls.append(changed))
     hosts = ChangedHosts()
+    # At the end of the tests, it would run pytest again in place of this process.
+    monkeypatch.setattr(atexit, "register", lambda function: None)
     hosts.plug_in(rank.sockets)
     return rank, hosts, calls
 

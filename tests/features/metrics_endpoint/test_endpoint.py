@@ -43,7 +43,7 @@ def opened(ranks: int, port: int = 0) -> Endpoint:
 def three() -> Iterator[Endpoint]:
     endpoint = opened(3)
     yield endpoint
-    endpoint.close()
+    endpoint.at_close()
 
 
 def samples(collector: Collector) -> dict[tuple[str, ...], float]:
@@ -94,8 +94,8 @@ def test_the_rank_that_the_others_wait_for(three: Endpoint, waits: tuple[float, 
 
 
 def test_what_the_script_logs(three: Endpoint) -> None:
-    three.log({"loss": 2.0, "val/accuracy": float("nan")})
-    three.log({"loss": 1.0})
+    three.logged({"loss": 2.0, "val/accuracy": float("nan")})
+    three.logged({"loss": 1.0})
     found = samples(three)
     assert found["logged", "loss"] == 1
     assert math.isnan(found["logged", "val/accuracy"])
@@ -107,8 +107,8 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
     child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
     child.start()
     try:
-        first.close()
-        opened(1, port).close()
+        first.at_close()
+        opened(1, port).at_close()
         assert child.is_alive()
     finally:
         child.kill()

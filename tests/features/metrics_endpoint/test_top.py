@@ -46,13 +46,13 @@ def endpoint() -> Iterator[Endpoint]:
             if rank != SILENT or second < 50:
                 phase = USER_CODE if rank == SLOW else "step"
                 made.observe(rank, Heartbeat(phase, second, 0.0, trained=(second, 0), memory=2 * 10**9), now + second)
-    made.log({"loss": 0.25})
+    made.logged({"loss": 0.25})
     yield made
-    made.close()
+    made.at_close()
 
 
 def test_once(endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    endpoint.announce(tmp_path / "checkpoints")
+    endpoint.at_folder(tmp_path / "checkpoints")
     for target in (f"127.0.0.1:{endpoint.port}", str(tmp_path / "checkpoints"), str(tmp_path)):
         assert main(["top", "--once", target]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -177,7 +177,7 @@ def test_a_job_that_ends_meanwhile() -> None:
     endpoint = Endpoint([Member(0, "here", 1, 0)], "127.0.0.1", 0, Pulse())
     process, terminal = in_terminal(f"127.0.0.1:{endpoint.port}")
     assert "user code" in read_until(terminal, "s ago")
-    endpoint.close()
+    endpoint.at_close()
     left = read_until(terminal, "\0")
     assert process.wait(60) == 0
     os.close(terminal)

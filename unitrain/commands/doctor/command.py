@@ -40,7 +40,8 @@ def examine() -> dict[str, Finding]:
     findings = {}
     for name, probe in PROBES.items():
         try:
-            findings[name] = probe()
+            answer = probe()
+            findings[name] = answer if isinstance(answer, Finding) else Finding("ok", answer)
         # A broken library may raise anything, which is what this command is to find out.
         except Exception as error:
             findings[name] = Finding("error", f"{type(error).__name__}: {error}")
@@ -51,6 +52,7 @@ def _print_table(findings: dict[str, Finding]) -> None:
     """Print a line per probe, and below the table the commands that install or fix a component."""
     table = Table("component", "", "found", box=None, pad_edge=False)
     for name, finding in findings.items():
+        # As Text: rich would take [brackets] in a finding for markup.
         table.add_row(name.replace("_", " "), Text(finding.status, _STYLES[finding.status]), Text(finding.summary))
     console = Console()
     console.print(table)

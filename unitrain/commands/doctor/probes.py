@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from ipaddress import ip_address
 from typing import Literal
 
@@ -28,7 +27,7 @@ Status = Literal["ok", "absent", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a probe."""
+    """The result of a probe; one that has nothing to complain of returns the summary only."""
 
     status: Status
     """ok; absent (not installed, and optional); warning (works in part); error (broken)."""
@@ -37,19 +36,19 @@ class Finding:
     """The commands that install or fix it, one on each line."""
 
 
-def _python() -> Finding:
+def _python() -> str:
     """Return the versions of Python and UniTrain."""
-    return Finding("ok", f"{platform.python_version()} ({sys.executable}), unitrain {installed_version('unitrain')}")
+    return f"{platform.python_version()} ({sys.executable}), unitrain {installed_version('unitrain')}"
 
 
-def _torch() -> Finding:
+def _torch() -> str:
     """Return the version of torch, with the CUDA and the NCCL that it was built with."""
     import torch
 
     # A build without CUDA is the usual reason why torch finds no GPU.
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     nccl = "NCCL" if torch.distributed.is_nccl_available() else "no NCCL"
-    return Finding("ok", f"{torch.__version__}, built with {built} and {nccl}")
+    return f"{torch.__version__}, built with {built} and {nccl}"
 
 
 def _gpus() -> Finding:
@@ -123,31 +122,30 @@ def _horovod() -> Finding:
     return Finding("ok", summary)
 
 
-def _launchers() -> Finding:
+def _launchers() -> str:
     """Return the launchers that are installed."""
-    installed = [name for name in ("torchrun", "mpirun", "horovodrun", "srun") if find_program(name)]
-    return Finding("ok", ", ".join(installed) or "none")
+    return ", ".join(filter(find_program, ("torchrun", "mpirun", "horovodrun", "srun"))) or "none"
 
 
-def _launched_by() -> Finding:
+def _launched_by() -> str:
     """Return the launcher that the variables of this process name."""
     launch = detect(os.environ)
-    return Finding("ok", f"{launch.launcher}, rank {launch.rank} of {launch.world_size}")
+    return f"{launch.launcher}, rank {launch.rank} of {launch.world_size}"
 
 
-def _backends() -> Finding:
+def _backends() -> str:
     """Return the names of all backends, plug-ins included."""
-    return Finding("ok", ", ".join(backend_names()))
+    return ", ".join(backend_names())
 
 
-def _machine() -> Finding:
+def _machine() -> str:
     """Return how many cores this process may use, and how much memory is available, in GiB."""
     memory = psutil.virtual_memory()
     summary = f"{usable_cores()} of {os.cpu_count()} cores usable"
-    return Finding("ok", f"{summary}, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available")
+    return f"{summary}, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available"
 
 
-def _network() -> Finding:
+def _network() -> str:
     """Return the network interfaces that are up, each with its addresses."""
     states = psutil.net_if_stats()
     interfaces = [
@@ -156,7 +154,7 @@ def _network() -> Finding:
         # An interface may come or go between the two calls.
         if name in states and states[name].isup
     ]
-    return Finding("ok", ", ".join(interfaces) or "no interface is up")
+    return ", ".join(interfaces) or "no interface is up"
 
 
 def _host_name() -> Finding:
@@ -178,12 +176,7 @@ def _host_name() -> Finding:
     return Finding("warning", summary, f"sudo sed -i '1i {public[0]} {name}' /etc/hosts")
 
 
-def _of_feature(probe: Callable[[], str]) -> Finding:
-    """Return the finding of a feature's probe, which is never an error."""
-    return Finding("ok", probe())
-
-
-PROBES: dict[str, Callable[[], Finding]] = {
+PROBES: dict[str, Callable[[], Finding | str]] = {
     "python": _python,
     "torch": _torch,
     "gpus": _gpus,
@@ -194,7 +187,7 @@ PROBES: dict[str, Callable[[], Finding]] = {
     "launched_by": _launched_by,
     "backends": _backends,
     "machine": _machine,
-    **{name: partial(_of_feature, probe) for name, probe in features.declared("PROBES").items()},
+    **features.declared("PROBES"),
     "network": _network,
     "host_name": _host_name,
 }

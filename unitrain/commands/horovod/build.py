@@ -7,6 +7,7 @@ import re
 import sys
 import sysconfig
 import tarfile
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -115,16 +116,14 @@ def check_tools(mpi: Mpi | None, gpu: str | None) -> None:
     """
     compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     headers = sysconfig.get_path("include")
-    missing = {
-        f"no C++ compiler was found ({', '.join(compilers)}): apt-get install g++": not any(
-            map(find_program, compilers)
-        ),
-        "make was not found: apt-get install make": find_program("make") is None,
-        "CMake was not found: pip install cmake": find_program("cmake") is None,
-        f"Python.h is not in {headers}: apt-get install python3-dev": not Path(headers, "Python.h").is_file(),
+    present = {
+        f"no C++ compiler was found ({', '.join(compilers)}): apt-get install g++": any(map(find_program, compilers)),
+        "make was not found: apt-get install make": find_program("make"),
+        "CMake was not found: pip install cmake": find_program("cmake"),
+        f"Python.h is not in {headers}: apt-get install python3-dev": Path(headers, "Python.h").is_file(),
     }
     # All problems at once, so that one round of installing is enough.
-    problems = [problem for problem, is_missing in missing.items() if is_missing]
+    problems = [problem for problem, is_present in present.items() if not is_present]
     if mpi is not None:
         succeeded, reason = run_one(mpi, "true")
         if not succeeded:
@@ -140,11 +139,9 @@ def check_tools(mpi: Mpi | None, gpu: str | None) -> None:
         home, version = find_cuda() or ("", "")
         major = str(torch.version.cuda).split(".")[0]
         if version.split(".")[0] != major:
-            state = (
-                f"the toolkit in {home} is for CUDA {version}" if home else "no toolkit (nvcc and headers) was found"
-            )
+            toolkit = f"the toolkit in {home} is for CUDA {version}" if home else "no toolkit (nvcc, headers) was found"
             problems.append(
-                f"torch was built with CUDA {torch.version.cuda}, but {state}: set CUDA_HOME to CUDA {major}"
+                f"torch was built with CUDA {torch.version.cuda}, but {toolkit}: set CUDA_HOME to CUDA {major}"
             )
     if problems:
         raise BackendError("\n  - ".join(["Horovod can't be built here:", *problems]))
@@ -175,25 +172,29 @@ def fetch(version: str, folder: Path, log: Path) -> Path:
     return folder / f"horovod-{version}"
 
 
-def build(source: Path, label: str, *, mpi: bool, gpu: str | None, log: Path) -> Path:
-    """Compile a patched source tree into a wheel, and return it. Takes minutes.
+def build(version: str, folder: Path, *, mpi: bool, gpu: str | None, log: Path) -> Path:
+    """Download, patch and compile Horovod's source into a wheel in a folder, and return the wheel. Takes minutes.
 
     Args:
-        source: the root of the tree.
-        label: the local version of the wheel.
+        version: the version of Horovod.
+        folder: a folder of the cache. Its name is the version of the wheel.
         mpi: whether to build the MPI controller, too. The gloo controller is always built.
         gpu: as in ``edits_for``.
-        log: the file that the compiler's output is appended to.
+        log: the file that the output of pip and the compiler is appended to.
 
     Raises:
-        BackendError: it did not compile. The message has the first lines with an error.
+        BackendError: it could not be downloaded, or did not compile. The message has the first lines with an error.
     """
-    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(source.parent)]
-    environment = _build_environment(label, mpi, gpu, source.parent)
-    run_logged(pip("wheel", "-v", *options, str(source)), log, "Horovod did not compile", environment)
-    # pip names the wheel, after the label and the platform.
-    (wheel,) = source.parent.glob("*.whl")
-    return wheel
+    # On the same file system as the cache, so that the wheel is moved in one step: nobody finds half of it.
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as temporary:
+        source = fetch(version, Path(temporary), log)
+        apply_edits(source, edits_for(gpu))
+        options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", temporary]
+        environment = _build_environment(folder.name.partition("+")[2], mpi, gpu, Path(temporary))
+        run_logged(pip("wheel", "-v", *options, str(source)), log, "Horovod did not compile", environment)
+        # pip names the wheel, after the label and the platform.
+        [wheel] = Path(temporary).glob("*.whl")
+        return wheel.replace(folder / wheel.name)
 
 
 def _build_environment(label: str, mpi: bool, gpu: str | None, folder: Path) -> dict[str, str]:

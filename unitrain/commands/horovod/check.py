@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from unitrain.errors import BackendError
-from unitrain.launch.local.toolchain import PROBE_S, find_program, run_to_end, small_mpi_environment
+from unitrain.launch.local.launchers import launch_command
+from unitrain.launch.local.toolchain import PROBE_S, run_to_end, small_mpi_environment
 
 _TEST_SECONDS = 180.0
 
-# Without its C extension, horovod.torch can be imported, prints a warning on stdout, and has no init.
+# Without its C extension, horovod.torch can be imported, prints a warning on stdout, and has no such functions.
 _CAPABILITIES = """
 import json
 import horovod
 import horovod.torch as hvd
-if hasattr(hvd, "init"):
-    built = {"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}
-else:
-    built = None
-print(json.dumps({"version": horovod.__version__, "built": built}))
+built = {name: bool(getattr(hvd, f"{name}_built", bool)()) for name in ("mpi", "gloo", "nccl")}
+print(json.dumps({"version": horovod.__version__, **built}))
 """
 
 # NCCL refuses two processes on one GPU, so its operations are tested only with two GPUs.
@@ -40,8 +38,7 @@ if (total, controller) != (3.0, sys.argv[1]):
 """
 
 
-@dataclass(frozen=True)
-class HorovodBuild:
+class HorovodBuild(NamedTuple):
     """The features that the installed Horovod was built with.
 
     Attributes:
@@ -74,9 +71,7 @@ def find_horovod() -> HorovodBuild | None:
         raise BackendError(f"Horovod is installed, but can't be imported: {lines[-1]}")
     # Other libraries may have printed before, and after.
     answer = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
-    built = answer["built"] or {}
-    controllers = tuple(name for name in ("mpi", "gloo") if built.get(name))
-    return HorovodBuild(answer["version"], controllers, built.get("nccl", False))
+    return HorovodBuild(answer["version"], tuple(filter(answer.get, ("mpi", "gloo"))), answer["nccl"])
 
 
 def check_allreduce(controller: str) -> None:
@@ -88,13 +83,9 @@ def check_allreduce(controller: str) -> None:
     Raises:
         BackendError: the launcher is missing, the processes fail, or the sum is wrong.
     """
-    launcher = {"mpi": ["mpirun"], "gloo": ["horovodrun", "--gloo"]}[controller]
-    program = find_program(launcher[0])
-    if program is None:
-        raise BackendError(f"{launcher[0]} is not installed, so Horovod's {controller} controller can't be tested.")
-    start = [str(program), *launcher[1:], "-np", "2"]
     # Many of the failures are crashes. faulthandler shows where.
-    command = [*start, sys.executable, "-X", "faulthandler", "-c", _TEST, controller]
+    test = ["-X", "faulthandler", "-c", _TEST, controller]
+    command = launch_command("mpirun" if controller == "mpi" else "horovodrun", 2, test)
     code, output = run_to_end(*command, environment=small_mpi_environment(), timeout_s=_TEST_SECONDS)
     if code:
         lines = output.strip().splitlines()
@@ -103,5 +94,5 @@ def check_allreduce(controller: str) -> None:
         shown = "\n".join([*(of_processes or lines)[-20:], f"exit code {code}"])
         raise BackendError(
             f"Horovod was installed, but an allreduce over two processes with its {controller} controller failed: "
-            f"{' '.join(start)} … printed\n{shown}"
+            f"{' '.join(command[:4])} … printed\n{shown}"
         )

@@ -13,7 +13,6 @@ import os
 import platform
 import sys
 import sysconfig
-import tempfile
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,16 +22,7 @@ from filelock import FileLock, Timeout
 from packaging.version import Version
 from rich.console import Console
 
-from unitrain.commands.horovod.build import (
-    GPU_VARIABLES,
-    apply_edits,
-    build,
-    check_tools,
-    edits_for,
-    fetch,
-    pip,
-    run_logged,
-)
+from unitrain.commands.horovod.build import GPU_VARIABLES, build, check_tools, edits_for, pip, run_logged
 from unitrain.commands.horovod.check import HorovodBuild, check_allreduce, find_horovod
 from unitrain.errors import BackendError
 from unitrain.launch.local.toolchain import Mpi, find_cuda, find_mpi, installed_version
@@ -98,7 +88,7 @@ def install_horovod(
         if wheel is None:
             console.print(f"Building Horovod {version} for torch {torch.__version__} ({wanted}).")
             console.print(f"This takes some minutes; the output is written to {log}")
-            wheel = _build(version, mpi, nccl, folder, log)
+            wheel = build(version, folder, mpi=mpi is not None, gpu=nccl, log=log)
         replaced = f" in place of Horovod {installed}" if installed not in (None, labelled) else ""
         console.print(f"Installing {wheel}{replaced}.")
         # pip would keep an installed wheel of the same version, though it may be another file.
@@ -112,6 +102,7 @@ def install_horovod(
         for controller in wanted.controllers:
             check_allreduce(controller)
             console.print(f"Tested: an allreduce over two processes with the {controller} controller.")
+        # Last: what was installed and failed its tests is tested again by the next run.
         tested.touch()
         log.replace(folder / "install.log")
         console.print(f"[green]Horovod {version} is ready[/] ({wanted}).")
@@ -175,17 +166,6 @@ def _add_requirements(console: Console, log: Path) -> None:
     if missing:
         console.print(f"Installing the requirements of Horovod: {', '.join(missing)}")
         run_logged(pip("install", *missing), log, f"{', '.join(missing)} could not be installed")
-
-
-def _build(version: str, mpi: Mpi | None, gpu: str | None, folder: Path, log: Path) -> Path:
-    """Build the wheel and move it into the cache atomically."""
-    # On the same file system as the cache, so that the wheel is moved in one step.
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as temporary:
-        source = fetch(version, Path(temporary), log)
-        apply_edits(source, edits_for(gpu))
-        label = folder.name.partition("+")[2]
-        wheel = build(source, label, mpi=mpi is not None, gpu=gpu, log=log)
-        return wheel.replace(folder / wheel.name)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

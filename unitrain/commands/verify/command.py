@@ -105,15 +105,14 @@ def _recipe_trials(
     alone = _train_recipe(script, World("python", 1, "single"), folders / "one process", flags)
     for world in _announced(worlds, progress):
         try:
-            metrics = _train_recipe(script, world, folders / f"{world} {world.backend}", flags)
+            yield _compared(world, alone, _train_recipe(script, world, folders / f"{world} {world.backend}", flags))
         except UsageError as error:
             yield Verdict(str(world), world.backend, "recipe", EXACT, problems=(str(error),))
-        else:
-            yield _compared(world, alone, metrics)
 
 
 def _train_recipe(recipe: Path, world: World, folder: Path, flags: Sequence[str]) -> list[dict[str, float]]:
     """Run a recipe for ``STEPS`` steps in float64 and return its ``metrics.jsonl``, a dict per epoch."""
+    # In lower case: the switches of the command line take true and false.
     exact = [f"--strategy.{name.replace('_', '-')}={value}".lower() for name, value in _EXACT.items()]
     run = ("--max-steps", str(STEPS), "--output-dir", str(folder), "--strategy.backend", world.backend, *exact)
     command = launch_command(world.launcher, world.size, [str(recipe), *flags, *run])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from unitrain.communication.backend import load_backend
 from unitrain.errors import UnitrainError
@@ -17,8 +16,7 @@ _SIZES = {"python": (1,), "torchrun": (2, 3), "mpirun": (2, 3), "horovodrun": (2
 _NONE: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """A number of processes that a launcher starts on this host, and a backend that works under it.
 
     Attributes:

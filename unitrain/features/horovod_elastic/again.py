@@ -40,10 +40,11 @@ def start_again(line: str = "") -> NoReturn:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     environ: Mapping[bytes, bytes] = os.environb
     with suppress(OSError):  # on Linux, without what the script has changed
-        first = Path("/proc/self/environ").read_bytes().split(b"\0")
-        environ = dict(one.split(b"=", 1) for one in first if b"=" in one)
+        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+        environ = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
     with suppress(OSError):
         os.chdir(_started_in)
+    # Isolated and without site-packages: it starts in milliseconds, and imports nothing from the script's folder.
     command = [sys.executable, "-I", "-S", asking.__file__, *sys.orig_argv]
     try:
         os.execve(sys.executable, command, environ)

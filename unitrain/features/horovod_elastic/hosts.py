@@ -53,7 +53,7 @@ class ChangedHosts(Feature):
         if self._communicator.is_main:
             print_stdout(f"unitrain: hosts have changed: stopped after step {step}, saved in {where}.")
         self.goes_on = True
-        raise Stopped(os.EX_TEMPFAIL)
+        raise Stopped(os.EX_TEMPFAIL)  # not seen by the launcher, unless the process can't be started again
 
     def _start_again(self) -> None:
         if self.goes_on and current() is not None:  # else a child that the script has forked

@@ -1,4 +1,4 @@
-"""The command ``unitrain top``. What it shows is imported when it runs."""
+"""The command ``unitrain top``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ NAME = "top"
 SUMMARY = "show what the ranks of a running job do, in the terminal (needs its setting metrics.port)"
 
 
-def top(target: str, once: bool = False) -> int:
-    """Show a job until it ends; or ``once``, as if stdout is no terminal."""
-    from unitrain.features.metrics_endpoint.view import show
-
-    return show(target, once)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
+    # Not at the top: ``unitrain --help`` imports this module for its summary only.
+    from unitrain.features.metrics_endpoint.view import show
+
     parser.add_argument("target", metavar="FOLDER|HOST:PORT", help="folder of a run on this host, or rank 0's address")
     parser.add_argument("--once", action="store_true", help="print the current state and exit")
-    parser.set_defaults(run=top)
+    parser.set_defaults(run=show)

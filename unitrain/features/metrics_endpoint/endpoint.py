@@ -31,6 +31,7 @@ from unitrain.job.watch.link import close_in_children
 from unitrain.job.watch.messages import Heartbeat
 from unitrain.process import print_stderr, resident_memory
 from unitrain.pulse import Pulse
+from unitrain.training.hooks import StepHook
 from unitrain.url import parsed
 
 # How many heartbeats averages are over.
@@ -63,8 +64,8 @@ class _Rank:
         return self.beat.step, step_s, self.waits, now - self.heard_at, self.beat.memory
 
 
-class Endpoint:
-    """Serves metrics over HTTP, in threads of rank 0, until it is closed.
+class Endpoint(StepHook):
+    """Serves metrics over HTTP, in threads of rank 0, until the strategy is closed.
 
     Args:
         members: all processes, by rank.
@@ -82,6 +83,7 @@ class Endpoint:
         self._pulse, self._script_thread = pulse, threading.get_ident()
         self._logged: dict[str, float] = {}
         self._about = {"id": uuid4().hex, "host": socket.gethostname(), "version": version("unitrain")}
+        # Without auto_describe, which would collect at once, from ranks that have sent nothing.
         registry = CollectorRegistry(auto_describe=False)
         registry.register(cast(Collector, self))
         try:
@@ -91,7 +93,7 @@ class Endpoint:
                 f"rank 0 can't serve metrics at {host}, port {port}, on {self._about['host']}: {error.strerror}. Set "
                 "metrics.port to a free port, or to 0 for any, and metrics.host to an address of rank 0's host."
             ) from error
-        close_in_children(self._server.socket)
+        close_in_children(self._server.socket)  # a worker that outlives this process would keep the port
         self.port: int = self._server.server_port
         self._text = json.dumps({"address": host, "port": self.port, **self._about})
         self._files: list[Path] = []
@@ -99,14 +101,16 @@ class Endpoint:
 
     def observe(self, rank: int, beat: Heartbeat, now: float) -> None:
         """Record a heartbeat. The work does not grow with the number of ranks."""
-        one = self._ranks.setdefault(rank, _Rank(beat, now))
-        one.beat, one.heard_at, one.beats = beat, now, one.beats + 1
-        one.waits += (beat.waits - one.waits) / min(one.beats, _WAITS_OVER)
-        if not one.steps or one.steps[-1][0] != beat.trained[0]:
-            one.steps.append((beat.trained[0], now))
+        record = self._ranks.setdefault(rank, _Rank(beat, now))
+        record.beat, record.heard_at, record.beats = beat, now, record.beats + 1
+        # A moving average, so that the work and the memory are the same however long the job runs.
+        record.waits += (beat.waits - record.waits) / min(record.beats, _WAITS_OVER)
+        if not record.steps or record.steps[-1][0] != beat.trained[0]:
+            record.steps.append((beat.trained[0], now))
 
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """Record what the script logs."""
+    def logged(self, metrics: Mapping[str, float]) -> None:
+        """Serve the metrics that the script logs."""
+        # A new dict: a request may be going through the other one, in a thread.
         self._logged = {**self._logged, **metrics}
 
     def collect(self) -> Iterator[Any]:
@@ -121,22 +125,24 @@ class Endpoint:
         families = [GaugeMetricFamily(f"unitrain_{name}", text, labels=labels) for name, text in _OF_RANKS.items()]
         phases = GaugeMetricFamily("unitrain_phase", "1, with what the rank does.", labels=(*labels, "phase"))
         ranks = sorted(self._ranks.copy().items())
-        for rank, one in ranks:
+        for rank, record in ranks:
             label = (str(rank), self._members[rank].host)
-            for family, value in zip(families, one.values(now), strict=True):
+            for family, value in zip(families, record.values(now), strict=True):
                 if value is not None:
                     family.add_metric(label, value)
-            phases.add_metric((*label, "data" if one.beat.loads and not one.beat.waits else one.beat.phase), 1)
+            beat = record.beat
+            phases.add_metric((*label, "data" if beat.loads and not beat.waits else beat.phase), 1)
         yield from (*families, phases)
-        least, slowest = min(((one.waits, rank) for rank, one in ranks), default=(1.0, 0))
-        if least < median([one.waits for _, one in ranks] or [0.0]) - _SLOWER:
+        least, slowest = min(((record.waits, rank) for rank, record in ranks), default=(1.0, 0))
+        # The rank that the others wait for is the one that waits least itself.
+        if least < median([record.waits for _, record in ranks] or [0.0]) - _SLOWER:
             yield GaugeMetricFamily("unitrain_slowest_rank", "Number of the rank that the others wait for.", slowest)
         logged = GaugeMetricFamily("unitrain_logged", "Latest value that the script has logged.", labels=("name",))
         for name, number in self._logged.items():
             logged.add_metric((name,), number)
         yield logged
 
-    def announce(self, folder: str | Path) -> None:
+    def at_folder(self, folder: str | Path) -> None:
         """Leave the address in a folder of the run, unless it is a URL, until the endpoint is closed."""
         where = parsed(folder)
         if isinstance(where, Path):
@@ -147,7 +153,7 @@ class Endpoint:
             except OSError as error:
                 print_stderr(f"unitrain: {where / FILE}, for unitrain top, can't be written: {error.strerror}.")
 
-    def close(self) -> None:
+    def at_close(self) -> None:
         """Close the port, and remove the address from the folders."""
         for file in self._files:
             with suppress(OSError):

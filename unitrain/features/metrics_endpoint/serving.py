@@ -1,12 +1,11 @@
-"""``ServedMetrics``: opens the endpoint on rank 0, and tells it what the ranks and the script report."""
+"""``ServedMetrics``: opens the endpoint on rank 0, for the heartbeats of all ranks and the metrics of the script."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unitrain.errors import ConfigError
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ServedMetrics(Feature):
-    """Serves what the heartbeats of all ranks show, and what the script logs, on rank 0."""
+    """Serves the state of all ranks, and the metrics that the script logs, on rank 0."""
 
     def __init__(self, settings: MetricsSettings) -> None:
         self._settings = settings
@@ -36,13 +35,13 @@ class ServedMetrics(Feature):
         job = current()
         watch = None if job is None else job.watch
         members = (Member(0, socket.gethostname(), os.getpid(), 0),) if watch is None else watch.members
+        # Only rank 0 needs the package and a free port; on_main raises its error on every rank.
         sockets.communicator.on_main(lambda: self._open(members, sockets))
-        if self._endpoint is not None:
-            sockets.hooks.add_hook(self)
         if watch is not None:
             watch.observe(None if self._endpoint is None else self._endpoint.observe)
 
     def _open(self, members: Sequence[Member], sockets: Sockets) -> None:
+        """Open the endpoint, on rank 0: the hooks of the others cost nothing."""
         if find_spec("prometheus_client") is None:
             raise ConfigError(
                 "metrics.port needs the package prometheus_client, which rank 0 does not have: pip install "
@@ -52,18 +51,4 @@ class ServedMetrics(Feature):
 
         pulse = sockets.communicator.collectives.pulse
         self._endpoint = Endpoint(members, self._settings.host, self._settings.port or 0, pulse)
-
-    def at_folder(self, folder: str | Path) -> None:
-        """Leave the address in the folder."""
-        if self._endpoint is not None:
-            self._endpoint.announce(folder)
-
-    def logged(self, metrics: Mapping[str, float]) -> None:
-        """Serve what the script logs."""
-        if self._endpoint is not None:
-            self._endpoint.log(metrics)
-
-    def at_close(self) -> None:
-        """Close the port."""
-        if self._endpoint is not None:
-            self._endpoint.close()
+        sockets.hooks.add_hook(self._endpoint)

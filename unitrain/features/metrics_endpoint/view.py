@@ -9,6 +9,7 @@ import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,25 +64,25 @@ def find(target: str) -> tuple[str, int, str, str]:
         return match[1], int(match[2]), "", ""
     file = next(iter([*folder.glob(FILE), *folder.glob(f"*/{FILE}")]), folder / FILE)
     try:
-        its = json.loads(file.read_text(encoding="utf-8"))
-        host, port, id_, its_host = str(its["address"]), int(its["port"]), str(its["id"]), str(its["host"])
+        written = json.loads(file.read_text(encoding="utf-8"))
+        host, port, id_, node = (written[key] for key in ("address", "port", "id", "host"))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"{file} can't be read ({error}): does a job with metrics.port run in {folder}, the folder of its trackers "
             "or checkpoints? Or pass HOST:PORT as rank 0 has printed them."
         ) from error
-    if its_host != socket.gethostname():
+    if node != socket.gethostname():
         if host in ("localhost", "::1") or host.startswith("127."):
             raise UsageError(
-                f"the job in {folder} runs on {its_host}, and can only be asked there: run unitrain top on it, or "
-                f"ssh -N -L {port}:{host}:{port} {its_host} here, and unitrain top localhost:{port} beside it."
+                f"the job in {folder} runs on {node}, and can only be asked there: run unitrain top on it, or "
+                f"ssh -N -L {port}:{host}:{port} {node} here, and unitrain top localhost:{port} beside it."
             )
-        host = its_host if host in ("0.0.0.0", "::") else host
+        host = node if host in ("0.0.0.0", "::") else host
     return host, port, id_, str(file)
 
 
 class View:
-    """What a job has answered so far.
+    """The answers of a job so far, and a view of them.
 
     Attributes:
         ranks: the latest values of each rank.
@@ -100,10 +101,11 @@ class View:
     def ask(self) -> None:
         """Ask for the metrics. Later answers may take longer than the first. UsageError is raised if there are none."""
         where = f"{self._host}, port {self._port}{f', the address in {self._file}' if self._file else ''}"
-        begin, connection = time.monotonic(), HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+        begin = time.monotonic()
         try:
-            connection.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text"})
-            id_ = self._read(connection.getresponse().read(_MOST_BYTES).decode(), begin)
+            with closing(HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)) as connection:
+                connection.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text"})
+                id_ = self._read(connection.getresponse().read(_MOST_BYTES).decode(), begin)
         except OSError as error:
             if isinstance(error, TimeoutError) and self._steps:
                 return  # rank 0 is busy
@@ -111,14 +113,12 @@ class View:
             raise UsageError(f"no job answers at {where} ({error.strerror or error}).{hint}") from error
         except (HTTPException, ValueError, LookupError) as error:
             raise UsageError(f"what answers at {where} has no metrics of a job of UniTrain.") from error
-        finally:
-            connection.close()
         if self._id not in ("", id_):
             raise UsageError(f"another job answers at {where}: the job that wrote this file has failed.")
         self.took_s = time.monotonic() - begin
 
     def _read(self, text: str, now: float) -> str:
-        """Take what an endpoint has answered, and return the job's id."""
+        """Read the answer of an endpoint, and return the job's id."""
         from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
         id_, ranks, values = "", defaultdict[int, dict[str, Any]](dict), dict[str, float]()
@@ -134,24 +134,24 @@ class View:
         if not id_:
             raise ValueError
         self.ranks, self.values = ranks, values
-        self._steps.append((int(max((its["step"] for its in ranks.values()), default=0)), now))
-        (before, since), (step, _) = self._steps[0], self._steps[-1]
-        rates = {" steps a second": max(step - before, 0) / (now - since)} if now > since else {}
+        self._steps.append((int(max((rank["step"] for rank in ranks.values()), default=0)), now))
+        (first, since), (step, _) = self._steps[0], self._steps[-1]
+        # Not negative: a job that was rewound or restarted counts from an earlier step.
+        rates = {" steps a second": max(step - first, 0) / (now - since)} if now > since else {}
         for name, value in (values | rates).items():
             if name.startswith(" "):
                 self._history[name[1:]].append(value)
         return id_
 
     def shown(self, height: int | None) -> Group:
-        """Return what fits into so many lines: of many ranks, those that are silent, and those that wait least."""
+        """Render at most ``height`` lines: of many ranks, those that are silent, then those that wait least."""
         ranks, slowest = self.ranks, self.values.get("slowest_rank")
-        text = (
-            f"step {self._steps[-1][0]}   ranks: {len(ranks)}   hosts: {len({its['host'] for its in ranks.values()})}"
-        )
+        hosts = {values["host"] for values in ranks.values()}
+        text = f"step {self._steps[-1][0]}   ranks: {len(ranks)}   hosts: {len(hosts)}"
         if slowest is not None:
             text += f"   the others wait for rank {slowest:.0f}"
         order, room = sorted(ranks), len(ranks) if height is None else max(1, height - len(self._history) - 5)
-        age = {rank: its["heartbeat_age_seconds"] for rank, its in ranks.items()}
+        age = {rank: values["heartbeat_age_seconds"] for rank, values in ranks.items()}
         if len(order) > room:
             order.sort(key=lambda rank: (-max(age[rank], _SILENT_S), ranks[rank]["waiting_ratio"]))
             text += f"   {room} shown"
@@ -159,10 +159,10 @@ class View:
         for name in _COLUMNS:
             table.add_column(name, justify="left" if name in ("host", "in") else "right", no_wrap=True)
         for rank in order[:room]:
-            its = ranks[rank]
+            row = ranks[rank]
             table.add_row(
-                str(rank), its["host"], f"{its['step']:.0f}", f"{its.get('seconds_per_step', 0):.3g}",
-                its["phase"], f"{its['waiting_ratio']:.0%}", decimal(int(its["resident_memory_bytes"])),
+                str(rank), row["host"], f"{row['step']:.0f}", f"{row.get('seconds_per_step', 0):.3g}",
+                row["phase"], f"{row['waiting_ratio']:.0%}", decimal(int(row["resident_memory_bytes"])),
                 f"{age[rank]:.0f} s ago", style="red" if age[rank] > _SILENT_S else "yellow" if rank == slowest else "",
             )  # fmt: skip
         lines = [f"{name:20.20} {values[-1]:10.4g}  {bars(values)}" for name, values in self._history.items()]

@@ -15,10 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from unitrain.errors import CommunicationError, UsageError
-from unitrain.job.starting.spawn import run_processes, spawn_environments
+from unitrain.job.starting.spawn import number_of_ranks, run_processes, spawn_environments
 
 T = TypeVar("T")
 
@@ -49,11 +47,7 @@ def notebook_launch(fn: Callable[..., T], *args: Any, nprocs: int | None = None)
     """
     import cloudpickle  # few programs need it
 
-    nprocs = torch.accelerator.device_count() if nprocs is None else nprocs
-    if nprocs < 1:
-        raise UsageError(
-            f"unitrain.notebook_launch: nprocs is {nprocs}, but must be at least 1. Default: the number of GPUs."
-        )
+    nprocs = number_of_ranks("notebook_launch", nprocs)
     try:
         work = cloudpickle.dumps((fn, args))
     except Exception as error:  # whatever the objects raise

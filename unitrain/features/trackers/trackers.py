@@ -1,4 +1,4 @@
-"""``Trackers``: what a script logs, in all of its trackers, on rank 0 and without waiting for them."""
+"""``Trackers``: logs metrics to several trackers, on rank 0 and without waiting for them."""
 
 from __future__ import annotations
 
@@ -84,35 +84,38 @@ class Trackers(Feature):
             atexit.register(self._close, completed=False)
 
     def _start(self, trackers: Sequence[str | Tracker], folder: Path, name: str, step: int) -> None:
-        for one in trackers:
-            if isinstance(one, str):
-                _check_installed(one)
+        """Start the trackers, on rank 0. ConfigError is raised for one that a new run can't have."""
+        # First of all of them: a run that was begun in one service would remain there if another can't be imported.
+        for tracker in trackers:
+            if isinstance(tracker, str):
+                _check_installed(tracker)
         ids: dict[str, str] = {}
         if step:
             with suppress(OSError, ValueError):  # there are none
                 ids = json.loads((folder / _IDS).read_text(encoding="utf-8"))
-        for one in trackers:
-            if not isinstance(one, str):
-                self._workers.append(_Worker(type(one).__name__, one))
+        for tracker in trackers:
+            if not isinstance(tracker, str):
+                self._workers.append(_Worker(type(tracker).__name__, tracker))
                 continue
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                started = libraries.start(one, folder, name, step, ids.get(one))
+                started = libraries.start(tracker, folder, name, step, ids.get(tracker))
             except Exception as error:  # the libraries', urllib3's, the file system's
-                reason = f"the tracker {one} could not be started: {type(error).__name__}: {error}"
+                reason = f"the tracker {tracker} could not be started: {type(error).__name__}: {error}"
                 if not step:
                     self._close(completed=False)
                     raise ConfigError(f"{reason}. Correct its settings, or start without it.") from error
                 # A job that was restarted at night must not end for want of a server.
                 print_stderr(f"unitrain: {reason}. The run is resumed without it.")
                 continue
-            self._workers.append(_Worker(one, started))
+            self._workers.append(_Worker(tracker, started))
             if started.id is not None:
-                ids[one] = started.id
+                ids[tracker] = started.id
                 (folder / _IDS).write_text(json.dumps(ids), encoding="utf-8")
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         """Log the run's settings: plain data, in nested dicts. Does nothing on other ranks than 0."""
+        # A copy, since the thread reads it later, when the script may have changed it.
         settings = dict(settings)
         for worker in self._workers:
             worker.calls.put(lambda tracker: tracker.log_settings(settings))
@@ -139,6 +142,7 @@ class Trackers(Feature):
         if self._closed:
             return
         self._closed = True
+        # By atexit it would be called with completed=False.
         atexit.unregister(self._close)
         for worker in self._workers:
             worker.calls.put(lambda tracker: tracker.close(completed=completed))
@@ -180,8 +184,8 @@ def _check_installed(name: str) -> None:
         raise ConfigError(
             f"there is no tracker {name!r}: name {', '.join(libraries.NAMES)}, or pass an object of your own."
         )
-    found = find_spec(name)
-    if found is None or found.origin is None:  # a folder of that name, such as W&B's own, is no package
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:  # a folder of that name, such as W&B's own, is no package
         raise ConfigError(f"the tracker {name} needs the package {name}, which is not installed: pip install {name}")
 
 

@@ -13,9 +13,9 @@ import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
+from typing import NamedTuple
 
 import torch
 
@@ -34,8 +34,7 @@ _REMEDY = f"Set it to the same random string on every host (export {SECRET}=$(op
 _MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(gettempdir())
 
 
-@dataclass(frozen=True)
-class JobKey:
+class JobKey(NamedTuple):
     """The key of a job, derived from the job's secret and random bytes of each rank, and so new in each job."""
 
     value: bytes
@@ -95,6 +94,7 @@ def _exchange(communicator: Communicator, nonce: bytes, *, has_variable: bool) -
     Returns:
         The nonces of all ranks, in order.
     """
+    # In one call with the nonces: a rank without the variable would take another way from here on, and wait there.
     gathered = communicator.all_gather(_tensor(bytes([has_variable]) + nonce))
     lacking = [rank for rank, has in enumerate(gathered[:, 0].tolist()) if not has]
     if 0 < len(lacking) < communicator.world_size:
@@ -106,6 +106,7 @@ def _exchange(communicator: Communicator, nonce: bytes, *, has_variable: bool) -
 
 def _check_proofs(communicator: Communicator, key: bytes) -> None:
     """Check that each rank can sign its number with the key. Collective, and raises ConfigError on every rank."""
+    # Over the rank, so that a stranger can't send back what another rank has signed.
     signature = hmac.digest(key, f"rank {communicator.rank}".encode(), "sha256")
     proofs = [row.numpy().tobytes() for row in communicator.all_gather(_tensor(signature))]
     wrong = [

@@ -20,7 +20,7 @@ from unitrain.errors import ConfigError
 from unitrain.job.watch.hub import Member
 from unitrain.process import start_time
 
-# Settings that may differ between ranks.
+# Settings that may differ between ranks: hosts may have other devices, and memory that can't be pinned.
 _OWN_SETTINGS = frozenset({"device", "pin_memory"})
 
 
@@ -63,6 +63,7 @@ def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
         **backend.versions(),
         # Versions do not tell a checkout that was changed on some hosts only. Digests of the files do.
         "the code of UniTrain": _digest(*sorted(package.parent.rglob("*.py")), backend_file),
+        # Nothing to compare where Python runs a command line (-c), or reads from a terminal.
         f"the script {script.name}": _digest(script) if script.is_file() else None,
     }
 

@@ -35,6 +35,7 @@ def check_collectives(backend: Backend) -> None:
     gathered = _call(backend, "all_gather", lambda: backend.all_gather(contribution.double(), "self_test.gather"))
     _compare(backend, "all_gather", gathered, inputs)
     # The source is the last rank: a backend that always broadcasts from rank 0 would pass otherwise.
+    # Another value on each rank, as far as a byte can tell them apart.
     received = torch.full((4,), backend.rank % 251, dtype=torch.uint8, device=backend.device)
     _call(backend, "broadcast", lambda: backend.broadcast(received, last, "self_test.broadcast"))
     _compare(backend, f"broadcast from rank {last}", received, torch.full((4,), last % 251))

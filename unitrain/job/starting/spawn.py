@@ -53,13 +53,9 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
         BaseException: the exception of the first rank that failed, with its rank and traceback as the cause. The
             other ranks are ended first.
     """
+    # For this process as well, which has no strategy: a rank's error is printed here as it would be there.
     excepthook.install_hook()
-    if nprocs is None:
-        nprocs = torch.accelerator.device_count()
-        if nprocs == 0:
-            raise UsageError("unitrain.spawn starts one process per GPU by default, but there is none: pass nprocs=N.")
-    if nprocs < 1:
-        raise UsageError(f"unitrain.spawn: nprocs is {nprocs}, but must be at least 1.")
+    nprocs = number_of_ranks("spawn", nprocs)
     _check_importable(fn)
     try:
         # Tried here, for one clear message: in the child, the error would be one of multiprocessing.
@@ -71,6 +67,27 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
         ) from error
     with spawn_environments(nprocs) as environments:
         run_processes(fn, args, environments, multiprocessing.get_context("spawn"))
+
+
+def number_of_ranks(function: str, nprocs: int | None) -> int:
+    """Return the number of ranks to start: ``nprocs``, or one per visible GPU.
+
+    Args:
+        function: the name of the function that the script has called, for messages.
+        nprocs: its argument.
+
+    Raises:
+        UsageError: there is no GPU, or ``nprocs`` is less than 1.
+    """
+    if nprocs is None:
+        nprocs = torch.accelerator.device_count()
+        if nprocs == 0:
+            raise UsageError(
+                f"unitrain.{function} starts one process per GPU by default, but there is none: pass nprocs=N."
+            )
+    if nprocs < 1:
+        raise UsageError(f"unitrain.{function}: nprocs is {nprocs}, but must be at least 1.")
+    return nprocs
 
 
 def _check_importable(fn: Callable[..., object]) -> None:
@@ -281,6 +298,7 @@ def run_rank(sender: Connection, environ: dict[str, str], fn: Callable[..., obje
     os.environ.clear()
     os.environ.update(environ)
     try:
+        # Pickled within the block: a result that can't be is an error of this rank.
         message = pickle.dumps(_Report(result=fn(*args)))
     except SystemExit as error:
         failure = _portable(error) if error.code else None
@@ -292,7 +310,7 @@ def run_rank(sender: Connection, environ: dict[str, str], fn: Callable[..., obje
         report = _Report(error=_portable(error), trace=traceback.format_exc(), place=place, at=at)
         sender.send_bytes(pickle.dumps(report))
         excepthook.report(error)
-        exit_now(1)
+        exit_now(1)  # without exit handlers, which may wait for other ranks
     sender.send_bytes(message)
 
 

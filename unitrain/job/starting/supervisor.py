@@ -73,7 +73,6 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
         raise LaunchError("unitrain run needs Linux, where orphaned processes can be adopted: use another launcher.")
     if not command:
         raise LaunchError("no command was given: write it after --, as in unitrain run -- mpirun -np 2 ...")
-    forwarded = _STOPS if _ignores_hangups() else _SIGNALS
     # The supervisor inherits this.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})
     try:
@@ -82,7 +81,7 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
             start_new_session=True,  # it receives Ctrl-C from this process only, once
         )
         while (code := supervisor.poll()) is None:
-            received = signal.sigtimedwait({*forwarded, signal.SIGCHLD}, _CHECK_S)
+            received = signal.sigtimedwait({*_awaited(), signal.SIGCHLD}, _CHECK_S)
             if received is not None and received.si_signo != signal.SIGCHLD:
                 # The supervisor is in another session, so that this is the only signal that it gets.
                 supervisor.send_signal(received.si_signo)
@@ -96,6 +95,11 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
 def _ignores_hangups() -> bool:
     """Return whether this process was started with SIGHUP ignored, as by nohup. It is received if it is blocked."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def _awaited() -> frozenset[signal.Signals]:
+    """Return the signals that stop the command."""
+    return _STOPS if _ignores_hangups() else _SIGNALS
 
 
 def supervise(parent: int, max_restarts: int, command: Sequence[str]) -> int:
@@ -148,7 +152,7 @@ def _run(parent: int, command: Sequence[str], max_restarts: int, mask: Iterable[
         quick_failures = quick_failures + 1 if seconds < _QUICK_S else 0
         pause = min(2.0 ** (quick_failures - 1), _LONGEST_PAUSE_S) if quick_failures else 0.0
         _print(f"{ended}; restart {restart} of {max_restarts}{f' in {pause:g} s' if pause else ''}.")
-        stop = signal.sigtimedwait(_STOPS if _ignores_hangups() else _SIGNALS, pause)
+        stop = signal.sigtimedwait(_awaited(), pause)
         if stop is not None:
             return 128 + stop.si_signo
     return code if code >= 0 else 128 - code
@@ -173,6 +177,7 @@ class _Attempt:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         try:
+            # In another session, so that Ctrl-C and a closed terminal reach the ranks through here only, once.
             self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare)
         except OSError as error:
             raise LaunchError(
@@ -184,7 +189,7 @@ class _Attempt:
         terminated, kill_at = False, math.inf
         while True:
             got = signal.sigtimedwait({*_SIGNALS, signal.SIGCHLD}, _CHECK_S)
-            if time.monotonic() > kill_at:
+            if time.monotonic() > kill_at:  # nobody is left who could send a second signal
                 return self._kill(signal.SIGHUP)
             if got is None or got.si_signo == signal.SIGCHLD:
                 code = self._reap()
@@ -197,7 +202,7 @@ class _Attempt:
                 if not terminated and kill_at == math.inf:
                     self._stop(signal.SIGTERM)
                 kill_at = min(kill_at, time.monotonic() + _HANGUP_S)
-            elif terminated and got.si_signo != signal.SIGUSR1:
+            elif terminated and got.si_signo != signal.SIGUSR1:  # the second: who sends it does not want to wait
                 return self._kill(got.si_signo)
             elif not self.stopped or got.si_signo != signal.SIGUSR1:
                 terminated = got.si_signo != signal.SIGUSR1

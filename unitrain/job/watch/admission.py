@@ -59,6 +59,7 @@ async def admit_ranks(
                 admitted[rank] = newcomer
             else:
                 newcomer.close()
+        # Strangers may still be answering, and are dropped.
         if len(admitted) == world_size:
             complete.set()
 

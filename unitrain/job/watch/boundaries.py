@@ -38,7 +38,7 @@ class Boundaries:
             request: the action that all ranks do there.
         """
         self._stop_at, self._request = boundary, request
-        self._agreed.set()
+        self._agreed.set()  # last: the main thread reads both as soon as it is set
 
     def due(self) -> BoundaryRequest | None:
         """Return the request to act on at the boundary being passed, or None if it is not the one to stop at.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 from unitrain.job.watch import messages
 from unitrain.job.watch.messages import BoundaryRequest, Message, Verdict
@@ -31,8 +31,7 @@ def _position(beat: messages.Heartbeat) -> str:
     return f"sample {samples} and epoch {iterations} of its training after {steps} steps"
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One process of the job."""
 
     rank: int
@@ -112,8 +111,10 @@ class Hub:
         match message:
             case messages.Heartbeat():
                 self._take_heartbeat(rank, message)
-            case messages.Failed():
-                self._decide_on_error(rank, message)
+            case messages.Failed(text=text, secondary=True):
+                self._decide_on_wait(rank, text)
+            case messages.Failed(text=text, on_all_ranks=on_all_ranks):
+                self._decide(rank, f": {text}", on_all_ranks=on_all_ranks)
             case messages.Ask():
                 self._send(rank, messages.Answer(self._describe_others(rank)))
             case messages.Call():
@@ -167,6 +168,7 @@ class Hub:
                 "all ranks must make the same calls, in the same order",
             )
         self._calls[rank] = call
+        # Until then the first ones wait: what is compared is one call of each rank.
         if len(self._calls) == len(self._members):
             self._calls = {}
             self._send(None, messages.CallsAgree())
@@ -199,14 +201,7 @@ class Hub:
         elif longest is not None and waited > _NOTICE_S and not self._noticed:
             waiting = f"{self._members[longest]} waits {waits[longest]}; {self._describe_others(longest)}"
             self._send(0, messages.Notice(f"{waiting}. The job ends after {self._timeout_s:g} s (timeout_s)."))
-        self._noticed = waited > _NOTICE_S
-
-    def _decide_on_error(self, rank: int, error: messages.Failed) -> None:
-        """Decide on a rank's error: it is the first failure, unless it follows from another rank's."""
-        if error.secondary:
-            self._decide_on_wait(rank, error.text)
-        else:
-            self._decide(rank, f": {error.text}", on_all_ranks=error.on_all_ranks)
+        self._noticed = waited > _NOTICE_S  # one line for each wait, however long it lasts
 
     def _decide_on_wait(self, rank: int, text: str) -> None:
         """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""

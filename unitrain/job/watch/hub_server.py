@@ -51,13 +51,7 @@ class HubServer(threading.Thread):
     """
 
     def __init__(
-        self,
-        members: Sequence[Member],
-        key: bytes,
-        *,
-        timeout_s: float,
-        heartbeat_timeout_s: float,
-        one_host: bool,
+        self, members: Sequence[Member], key: bytes, *, timeout_s: float, heartbeat_timeout_s: float, one_host: bool
     ) -> None:
         super().__init__(name="unitrain hub", daemon=True)
         allow_connections(len(members))
@@ -116,6 +110,7 @@ class HubServer(threading.Thread):
                     observe(rank, message, now)
             if hub.finished:
                 return
+        # Before the verdict, which would be kept for a rank that does not read.
         self._hang_up(rank)
         hub.disconnected(rank)
 

@@ -27,6 +27,7 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket) -> None:
+        # ``Connection`` reads the descriptor itself, and takes EAGAIN for an error.
         connection.setblocking(True)
         # Messages are short, and a verdict must not wait for more of them.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from unitrain.pulse import USER_CODE
 
 
-@dataclass(frozen=True)
-class BoundaryRequest:
+class BoundaryRequest(NamedTuple):
     """A request for all ranks to do something at the same boundary."""
 
-    kind: str
+    kind: str  # and no enum, since features add kinds
     """The action of ``Stopping`` that it asks for."""
     number: int = 0
     """The argument of the action, such as the number of a signal."""
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """From a process: a heartbeat, with its phase, its step and the line of the script that it is at."""
 
     phase: str
@@ -52,13 +49,11 @@ class Heartbeat:
         return f"in {self.phase} after step {self.step}, for {self.seconds:.0f} s{where}"
 
 
-@dataclass(frozen=True)
-class HubHeartbeat:
+class HubHeartbeat(NamedTuple):
     """From the hub: a heartbeat. The first one says that all ranks have connected."""
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(NamedTuple):
     """From a process: it is about to end with an error."""
 
     text: str
@@ -69,20 +64,17 @@ class Failed:
     """Whether all ranks have the same error: a wrong setting, say."""
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """From a process: a question, where the ranks are that it waits for."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """From the hub: the answer to ``Ask``, a description of those ranks."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """From a process: it has reached a collective call."""
 
     call: str
@@ -91,51 +83,43 @@ class Call:
     """The line of the script."""
 
 
-@dataclass(frozen=True)
-class CallsAgree:
+class CallsAgree(NamedTuple):
     """From the hub: every rank has reached the same call."""
 
 
-@dataclass(frozen=True)
-class RequestStop:
+class RequestStop(NamedTuple):
     """From a process: asks for all ranks to stop at their next common boundary, and to act there."""
 
     request: BoundaryRequest
 
 
-@dataclass(frozen=True)
-class Hold:
+class Hold(NamedTuple):
     """From the hub: pass no boundary, and report which is the next."""
 
 
-@dataclass(frozen=True)
-class NextBoundary:
+class NextBoundary(NamedTuple):
     """From a process: its next boundary, in answer to ``Hold``. It passes none until it gets a ``Stop``."""
 
     boundary: int
     """The boundaries of a process are counted from the start of the job."""
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(NamedTuple):
     """From the hub: stop at this boundary, and act there."""
 
     boundary: int
     request: BoundaryRequest
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(NamedTuple):
     """From a process: the stop has been acted on."""
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(NamedTuple):
     """From a process: it has reached its end without an error. From the hub: all have."""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """From the hub: why the job ends."""
 
     rank: int
@@ -148,8 +132,7 @@ class Verdict:
     """As in ``Failed``."""
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(NamedTuple):
     """From the hub to rank 0: a line to print."""
 
     text: str

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from typing import Any, Protocol, TypeGuard
 
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.messages import BoundaryRequest, Message, RequestStop, Settled
+from unitrain.launch.local.toolchain import run_to_end
 from unitrain.process import exit_now, print_stdout
 from unitrain.pulse import Pulse
 
@@ -33,7 +33,7 @@ RAISE_ERROR = "raise_error"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # The terminal sends Ctrl-C to all processes, and launchers forward it: signals this close together are the same one.
 _SAME_SIGNAL_S = 1.0
-_REQUEUE_S = 30.0
+_SCONTROL_S = 30.0
 
 
 class Stopped(SystemExit):
@@ -119,6 +119,7 @@ class Stopping:
             number: the action's argument.
         """
         request = BoundaryRequest(kind, number)
+        # Every rank may send the same one, as for a signal to all: the hub drops those that it has.
         if self._send is not None:
             self._send(RequestStop(request))
             return
@@ -141,6 +142,7 @@ class Stopping:
             if request.kind in self._actions:
                 self._actions[request.kind](request.number)
         finally:
+            # Also after an error: the hub would never answer the next request.
             if self._send is not None:
                 self._send(Settled())
 
@@ -216,7 +218,7 @@ class StopSignals:
     def _listen(self) -> None:
         """Call ``request`` for the first signal, and end the process at a second. Runs in a thread, until ``close``."""
         first_at = 0.0
-        while numbers := self._receiver.recv(64):
+        while numbers := self._receiver.recv(64):  # a byte for each signal
             for number in numbers:
                 if number not in self._replaced:
                     continue
@@ -295,10 +297,7 @@ def _is_preempted() -> bool:
     job = _slurm_job()
     if job is None:
         return False
-    try:
-        shown = _scontrol("show", "job", job)
-    except (OSError, subprocess.SubprocessError):
-        return False
+    _, shown = run_to_end("scontrol", "show", "job", job, timeout_s=_SCONTROL_S)
     return re.search(r"\bPreemptTime=\d", shown) is not None
 
 
@@ -307,22 +306,7 @@ def _requeue() -> str:
     job = _slurm_job()
     if job is None:
         return ""
-    try:
-        _scontrol("requeue", job)
-    except subprocess.CalledProcessError as error:
-        if "pending execution" not in error.stderr:  # another step of this job has requeued it
-            return f" SLURM did not requeue job {job}: {error.stderr.strip()}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f" SLURM did not requeue job {job}: {error}"
+    code, output = run_to_end("scontrol", "requeue", job, timeout_s=_SCONTROL_S)
+    if code and "pending execution" not in output:  # else another step of this job has requeued it
+        return f" SLURM did not requeue job {job}: {output.strip()}"
     return f" SLURM has requeued job {job}."
-
-
-def _scontrol(*arguments: str) -> str:
-    """Run ``scontrol``, and return its output. It is part of SLURM, and blocks for 30 s at most.
-
-    Raises:
-        OSError: it is not installed.
-        subprocess.SubprocessError: it fails, or does not answer in time.
-    """
-    command = ["scontrol", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_S, check=True).stdout

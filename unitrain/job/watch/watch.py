@@ -105,8 +105,10 @@ class Watch:
             server.start()
             return ["127.0.0.1"] if self._one_host else own_addresses(), server.port
 
+        # On_main raises an error of rank 0's, such as too few open files, on every rank.
         hosts, port = communicator.on_main(start)
         link = Link(introduce(hosts, port, key, communicator.rank, self._timeout_s))
+        # The hub's first message comes when all ranks have been admitted.
         if link.receive(self._timeout_s) is None:
             raise CommunicationError(
                 f"rank 0 did not answer {self._me} within {self._timeout_s:g} s: not all ranks have connected to it."
@@ -133,6 +135,7 @@ class Watch:
             self._ending = True
             known = self._changed.wait_for(lambda: self._verdict is not None, patience_s)
         if not known:
+            # The hub blames a rank that does not wait, so it must know what this one is doing now.
             self._send_heartbeat()
             self._link.send(messages.Failed(text, secondary, on_all_ranks))
             with self._changed:
@@ -203,6 +206,7 @@ class Watch:
         self._left = True
         self._link.send(messages.Leave())
         self._thread.join(_CLOSE_S)
+        # The hub ends with this process: the others must have received its last message.
         if self._server is not None:
             self._server.join(_CLOSE_S)
         self._link.close()
@@ -275,6 +279,7 @@ class Watch:
         with self._changed:
             self._verdict = verdict
             self._changed.notify_all()
+        # Otherwise the process ends, and with it what it holds.
         if self._release is not None and is_succeeded():
             self._release()
         ending = self._ending

@@ -144,20 +144,15 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
     # Children that the caller had before must survive.
     others = set(psutil.Process().children())
     try:
+        # A compiler's output need not be UTF-8.
         with subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            # A compiler's output need not be UTF-8.
-            errors="replace",
-        ) as process:
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace",
+        ) as process:  # fmt: skip
             try:
                 yield process
             except BaseException:
-                _end_tree(process)
+                _end_tree(psutil.Process(process.pid))  # first, since Popen waits for it at the end of its block
                 raise
     except BaseException:
         # A signal may have raised it after the process was started and before Popen returned.
@@ -166,11 +161,11 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
         raise
 
 
-def _end_tree(root: psutil.Process | subprocess.Popen[str]) -> None:
+def _end_tree(root: psutil.Process) -> None:
     """End a process and its descendants: with SIGTERM, and those that are left after 5 s with SIGKILL."""
     with suppress(psutil.NoSuchProcess):
         # Listed first: the children of a process that has ended are no longer found through it.
-        family = [psutil.Process(root.pid), *psutil.Process(root.pid).children(recursive=True)]
+        family = [root, *root.children(recursive=True)]
         root.terminate()  # a launcher forwards it to its processes
         _, alive = psutil.wait_procs(family, timeout=_GRACE_SECONDS)
         for process in alive:
@@ -193,10 +188,8 @@ def find_cuda() -> tuple[Path, str] | None:
 def find_mpi() -> Mpi | None:
     """Return the MPI of the first ``mpirun`` on the path; None if it does not work or there is no ``mpirun``."""
     mpirun = find_program("mpirun")
-    if mpirun is None:
-        return None
-    output = output_of(mpirun, "--version")
-    if output is None:
+    output = None if mpirun is None else output_of(mpirun, "--version")
+    if mpirun is None or output is None:
         return None
     # Only a wrapper in the folder of mpirun is sure to belong to the same MPI.
     wrapper = shutil.which("mpicxx", path=str(mpirun.parent))

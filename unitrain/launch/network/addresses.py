@@ -30,6 +30,7 @@ def addresses_of(name: str) -> list[str]:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
+    # In the order of the resolver, which prefers one. "%" begins the interface of a link-local address.
     return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in entries))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import time
+from contextlib import closing
 from datetime import timedelta
 
 from unitrain.errors import CommunicationError
 from unitrain.launch.detect import Launch
 
-_MOST_BYTES = 2**16  # of rank 0's addresses
+# Of rank 0's addresses. Anybody who reaches the server can have written more.
+_MOST_BYTES = 2**16
 _OFFER = "/unitrain/store"
 _HERE = "/unitrain/rank-{}"
 _RETRY_S, _OFFER_RETRY_S = 0.1, 0.05
@@ -81,17 +83,15 @@ def _request(server: str, method: str, path: str, body: str | None = None) -> st
         body: the value to put.
     """
     # A new connection each time: the server closes it after an answer.
-    connection = http.client.HTTPConnection(server, timeout=10)
     try:
-        connection.request(method, path, body)
-        response = connection.getresponse()
-        content = response.read(_MOST_BYTES).decode(errors="replace")
+        with closing(http.client.HTTPConnection(server, timeout=10)) as connection:
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            content = response.read(_MOST_BYTES).decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
         raise CommunicationError(
             f"horovodrun does not answer at {server}, the address in HOROVOD_GLOO_RENDEZVOUS_ADDR and "
             f"HOROVOD_GLOO_RENDEZVOUS_PORT ({error}). Check that it is still running. Start the job with "
             "horovodrun --gloo -np N python SCRIPT and leave its variables as they are."
         ) from error
-    finally:
-        connection.close()
     return content if response.status == http.client.OK else None

@@ -13,12 +13,33 @@ from torch.distributed import TCPStore
 
 from unitrain.errors import CommunicationError, LaunchError
 from unitrain.launch.detect import Launch
+from unitrain.launch.network.open_files import allow_connections
 
 LOOPBACK = "127.0.0.1"
 _ANSWER_S, _RETRY_S = 5.0, 0.1
 # As torch's client begins: a number that identifies the protocol, then a ping with a number that the store sends back.
 _PINGED = struct.pack("=I", 4711)
 _PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PINGED
+
+
+def open_store(launch: Launch, host: str, port: int, timeout: timedelta) -> TCPStore:
+    """Return a new store for the ranks of a job, in the process of rank 0.
+
+    Args:
+        launch: how this process was started. The ranks of one host get a store that other hosts can't reach.
+        host: an address of this host, for the client in this process.
+        port: the port; 0 for a free one.
+        timeout: of waits at the store.
+
+    Raises:
+        LaunchError: this process may not open a connection for each rank.
+        OSError: the port is in use; or DistError.
+    """
+    allow_connections(launch.world_size)
+    if launch.local_world_size == launch.world_size:
+        return open_on_loopback(port, timeout)
+    # Rank 0 is not to wait in the constructor, which does not say which ranks are missing.
+    return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
 def open_on_loopback(port: int, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
