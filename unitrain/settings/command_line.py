@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from unitrain.errors import ConfigError
-from unitrain.settings.schema import Group, Setting, did_you_mean, dotted, flag
+from unitrain.settings.schema import Group, Setting, did_you_mean, dotted, flag, nested
 from unitrain.settings.strategy_config import why_unknown
 
 _SOURCES = """\
@@ -35,19 +35,8 @@ def read_command_line(
         raise ConfigError(f"{name}: {error.message}.{''.join(allowed)}") from None
     _refuse_unknown([word for word in left_over if word != "--"], ["--config", *map(flag, settings)])
     written = vars(given)
-    return written.get("_config"), _nested(
-        {path: written[dotted(path)] for path in settings if dotted(path) in written}
-    )
-
-
-def _nested(values: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for path, value in values.items():
-        section = root
-        for part in path[:-1]:
-            section = section.setdefault(part, {})
-        section[path[-1]] = value
-    return root
+    flags = {path: written[dotted(path)] for path in settings if dotted(path) in written}
+    return written.get("_config"), nested(flags)
 
 
 def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.ArgumentParser:
