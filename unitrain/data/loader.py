@@ -61,10 +61,8 @@ class Loader:
         # Refused here, before any rank reads data: a mistake is then the same on all of them.
         given = LoaderSettings.of(dataset, options)
         self.dataset: Any = given.dataset
-        self.global_batch_size: int | None = None
-        if given.batch_sampler is None:
-            micro_batches = given.micro_batches(loop.shares, config.accumulate)
-            self.global_batch_size = given.samples_per_step(communicator.world_size, micro_batches)
+        plan = given.plan(communicator.rank, communicator.world_size, loop.shares, config.accumulate)
+        self.global_batch_size: int | None = plan.global_batch
         self._communicator = communicator
         self._loop = loop
         self._config = config
@@ -76,9 +74,7 @@ class Loader:
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
         self.epoch = 0
         self._given = given
-        self._source: Iterable | MapStyle = make_source(
-            communicator, config, local_world_size, given, loop.shares, self._seed
-        )
+        self._source: Iterable | MapStyle = make_source(communicator, config, local_world_size, given, plan)
 
     def __len__(self) -> int:
         """Return the number of batches (micro-batches) in an epoch, the same on every rank.

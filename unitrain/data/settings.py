@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 from unitrain.data.options import LoaderOptions, WorkerOptions
 from unitrain.data.order.division import Batching, Division
+from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
 from unitrain.errors import ConfigError, DataError, nearest
 
 _PASSED_ON = tuple(WorkerOptions.__annotations__)
@@ -191,6 +192,32 @@ class LoaderSettings:
                 f"shards is {self.shards!r}, but must be two integers: of how many shards a global batch is made, and "
                 "how many such groups take turns. For up to 8 ranks of 4 workers: shards=(8, 4)."
             )
+
+    def plan(self, rank: int, world_size: int, shares: tuple[int, ...], accumulate: int) -> Plan:
+        """Return the plan of an epoch, without the sizes that only a stream or a batch sampler tells.
+
+        Args:
+            rank: of this process.
+            world_size: number of processes.
+            shares: each rank's share of the samples, in lowest terms.
+            accumulate: the setting.
+
+        Raises:
+            ConfigError: batch sizes and ``accumulate`` contradict each other.
+        """
+        common: dict[str, Any] = {
+            "rank": rank, "world_size": world_size, "shares": shares, "division": self.division,
+        }  # fmt: skip
+        if self.batch_sampler is not None:
+            return BatchPlan(accumulate=accumulate, **common)
+        accumulate = self.micro_batches(shares, accumulate)
+        return EpochPlan(
+            samples=0 if self.is_iterable else len(self.dataset),
+            global_batch=self.samples_per_step(world_size, accumulate),
+            drop_last=self.drop_last,
+            accumulate=accumulate,
+            **common,
+        )
 
     def micro_batches(self, shares: Sequence[int], accumulate: int) -> int:
         """Return the number of micro-batches per optimizer step: ``accumulate``, unless ``micro_batch_size`` is given.

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from unitrain.data.order.samplers import Epoch, Orders
-from unitrain.data.order.sharding import BatchPlan, EpochPlan, MicroBatch
+from unitrain.data.order.sharding import MicroBatch, Plan
 from unitrain.data.reading.fetching import BatchReader, Collate, Request, as_is
 from unitrain.data.reading.workers import with_deaths_explained
 from unitrain.rng import derived_seed, sample_seeds
@@ -46,7 +46,7 @@ class MapStyle:
             **settings,
         )
 
-    def plan(self, seed: int, number: int) -> EpochPlan | BatchPlan:
+    def plan(self, seed: int, number: int) -> Plan:
         """Return the plan of a whole epoch. It may draw from a sampler: see ``Orders.epoch``."""
         return self._orders.epoch(seed, number, 0).plan
 
