@@ -27,6 +27,7 @@ class Section(BaseModel):
     can be set by a flag, an environment variable or YAML.
     """
 
+    # A misspelt setting would have no effect without "forbid", and an infinity would pass every lower bound.
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )

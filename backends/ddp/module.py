@@ -41,6 +41,7 @@ class AveragingModule(Wrapper, DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         options[_SYNC_BUFFERS] = False
+        # The core has broadcast parameters and buffers already.
         super().__init__(module, init_sync=False, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

@@ -66,11 +66,9 @@ def test_every_default_is_valid() -> None:
         ("ddp", {"bucket_cap_mb": float("-inf")}),
         ("ddp", {"communication": "cpu:gloo,cuda:nccl"}),
         ("ddp", {"fusion_threshold_mb": 1}),
-        ("horovod", {"cycle_time_ms": 0}),
-        ("horovod", {"fusion_threshold_mb": -1}),
-        ("data_parallel", {"device_ids": []}),
-        ("data_parallel", {"device_ids": [0, -1]}),
-        ("data_parallel", {"device_ids": [1, 1]}),
+        ("horovod", {"controller": "mpich"}),
+        ("fsdp", {"wrap": 0}),
+        ("fsdp", {"wrap": [1]}),
         ("heartbeat", 1),
     ],
 )
@@ -87,10 +85,10 @@ def test_accepts_device(device: str) -> None:
 
 def test_reads_what_flags_and_variables_write_as_strings() -> None:
     config: Any = StrategyConfig.model_validate(
-        {"accumulate": "4", "clip_norm": "null", "pin_memory": "false", "data_parallel": {"device_ids": "0, 2"}}
+        {"accumulate": "4", "clip_norm": "null", "pin_memory": "false", "fsdp": {"wrap": "Block, Head"}}
     )
     assert (config.accumulate, config.clip_norm, config.pin_memory) == (4, None, False)
-    assert config.data_parallel.device_ids == (0, 2)
+    assert config.fsdp.wrap == ("Block", "Head")
 
 
 def test_a_string_may_hold_a_comma_and_the_word_null() -> None:

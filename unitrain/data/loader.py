@@ -184,6 +184,7 @@ class Loader:
             self.epoch += 1
         elif self._iteration is not None:
             self._drop(self._iteration)
+        # An evaluation in between does not show how the script counts.
         if self._loop.is_training():
             self._tell_uncounted()
         shares_order = self._source.readers(self._epoch) is None  # with all ranks
@@ -211,6 +212,7 @@ class Loader:
     def _drop(self, iteration: Iteration) -> None:
         """Forget an iteration that was left before any of its batches was trained on: it does not count."""
         last = iteration.micro_batch
+        # A single batch is a look, as next(iter(loader)) takes it, and no loss to tell of.
         self._uncounted = 0 if last is None or last.opening else last.stop - self._start[0]
         self._begin_at(*self._start)
 
@@ -347,6 +349,7 @@ class Loader:
                 f"the global batch size was {state['global_batch_size']} and is now {self.global_batch_size}: epoch "
                 f"{state['epoch']} continues after {state['consumed']} samples in batches of the new size."
             )
+        # Only now: a refused state leaves the loader where it was.
         self._seed, self.epoch = state["seed"], state["epoch"]
         self._resumed_unasked = state["epoch"] > 0
         self._begin_at(state["consumed"], state["steps"])

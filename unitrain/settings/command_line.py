@@ -45,9 +45,12 @@ def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.Ar
         usage="%(prog)s [--config FILE] [--FLAG VALUE ...]",
         description=description,
         epilog=_SOURCES,
+        # An abbreviation would become ambiguous with the next setting of the same beginning.
         allow_abbrev=False,
+        # An error is raised as ConfigError, with the allowed values; argparse would exit with a message of its own.
         exit_on_error=False,
         add_help=False,
+        # A flag that is absent leaves the setting to the other sources.
         argument_default=argparse.SUPPRESS,
         # Each flag on its own line with its help below: the names are too long for two columns.
         formatter_class=lambda prog: argparse.HelpFormatter(
@@ -75,6 +78,7 @@ def _add_flag(section: argparse._ArgumentGroup, setting: Setting, short: list[st
         name,
         *short,
         dest=dotted(setting.path),
+        # A switch may stand without a value.
         nargs="?" if setting.is_switch else None,
         const="true" if setting.is_switch else None,
         metavar=f"{{{','.join(setting.choices)}}}" if setting.choices else "VALUE",

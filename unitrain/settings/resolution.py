@@ -85,6 +85,7 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
     set_by_default = {name: fields for name, fields in sections.items() if fields}
     sources = [Source(flags, flag)]
     if environment := _read_environment(os.environ):
+        # Variables leave out the section "strategy", the only one that they can set.
         sources.insert(0, Source({"strategy": environment}, lambda path: variable(list(path)[1:])))
     if config_file is not None:
         from unitrain.settings.yaml_file import read  # and yaml, which takes 10 ms

@@ -105,6 +105,7 @@ class Orders:
     def _draw(self, sampler: Iterable[Any], seed: int, number: int) -> Iterator[Any]:
         """Yield from the sampler, seeded with seed and epoch. The state of every generator is restored."""
         for level in _nested(sampler):
+            # Samplers that are made for distributed training derive their order from it.
             if callable(getattr(level, "set_epoch", None)):
                 level.set_epoch(number)
         states = [generator.get_state() for generator, _ in self._generators]

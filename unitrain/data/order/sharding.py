@@ -128,6 +128,7 @@ class _Plan:
         # For each: its size, how many samples are this rank's, whether every rank has some, and this rank's positions.
         pieces: list[tuple[int, int, bool, NDArray[np.int64] | None]]
         if self.division is None:
+            # The last window of an epoch may end before the last edges.
             sizes = [min(stop, size) - start for start, stop in pairwise(edges) if start < size]
             pieces = [(length, part.count(length), length >= part.enough, None) for length in sizes]
         else:
@@ -183,6 +184,7 @@ class EpochPlan(_Plan):
 
     def edges(self) -> list[int]:
         """Return the boundaries of the micro-batches in a full window."""
+        # In integers: sizes then differ by at most one, and add up to the global batch.
         return [i * self.global_batch // self.accumulate for i in range(self.accumulate + 1)]
 
     def _windows(self) -> Iterator[tuple[int, int, int, Sequence[int]]]:

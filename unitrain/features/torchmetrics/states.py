@@ -100,6 +100,7 @@ class MetricStates(StatePart):
 
     def load(self, saved: SavedState) -> None:
         """Reset the metrics, and load the saved states, merged if they are of more ranks than there are. Collective."""
+        # With fewer ranks than saved the states, each rank takes over several.
         mine = range(self._ranks.rank, len(saved.outline), self._ranks.world_size)
         states = saved.receive(new=needed(lambda path: path[0] in mine))
         for name, metric in self._metrics.items():
