@@ -146,18 +146,6 @@ class StrategyConfig(Section):
         names = type(self).model_fields.keys() - inherited - {backend}
         return {name: getattr(self, name) for name in type(self).model_fields if name in names}  # in declared order
 
-    @field_validator("device")
-    @classmethod
-    def _is_known(cls, device: str) -> str:
-        if device not in ("auto", "cpu"):
-            import torch  # only here: the settings are read without it
-
-            try:
-                torch.device(device)
-            except RuntimeError:
-                raise ValueError("torch knows cpu, cuda, xpu, mps and those of imported plug-ins") from None
-        return device
-
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> StrategyConfig:
         """Refuse settings that are mutually exclusive."""

@@ -38,8 +38,6 @@ def test_every_default_is_valid() -> None:
         ("precision", None),
         ("backend", ""),
         ("backend", False),
-        ("device", "gpu"),
-        ("device", "auto:0"),
         ("device", "cuda:"),
         ("device", "cuda:0\n"),
         ("seed", -1),

@@ -237,7 +237,7 @@ def test_compression_that_a_backend_lacks_is_refused() -> None:
         run_ranks(_bf16_on_horovod, launcher="horovodrun")
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:3", "xpu", "cpu:0"])
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", "xpu", "gpu", "auto:0", "cpu:0"])
 def test_a_gpu_that_is_not_there(device: str) -> None:
     with pytest.raises(ConfigError, match=f"device is '{device}', but torch finds no accelerator"):
         unitrain.init(backend="single", device=device)

@@ -358,8 +358,8 @@ def test_help_imports_no_engine() -> None:
         (["--seed", "-3"], "--strategy.seed is '-3', but must be an integer >= 0, < 4294967296."),
         (["--freeze", "maybe"], "--freeze is 'maybe', but must be true or false."),
         (
-            ["--strategy.device", "gpu"],
-            "--strategy.device is 'gpu': torch knows cpu, cuda, xpu, mps and those of imported plug-ins.",
+            ["--strategy.device", "GPU"],
+            "--strategy.device is 'GPU', but must be auto, cpu, cuda, cuda:N or another of torch's types.",
         ),
         (["--milestones", "3,x"], "--milestones is '3,x', but must be a list (0,1 or [0, 1]), each an integer."),
         (["--model", "a b"], "--model is 'a b': a model's name has no space in it."),
@@ -463,7 +463,7 @@ def test_a_wrong_variable_is_one_message(value: str) -> None:
 
 
 def test_a_long_value_is_shortened() -> None:
-    assert len(init_refusal(device="x" * 10_000)) < 250
+    assert len(init_refusal(precision="x" * 10_000)) < 250
 
 
 # ---- wrong YAML ----
