@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,10 +20,7 @@ from unitrain.wrapper import Wrapper
 
 
 class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
-    """torch's DataParallel with another split of batches.
-
-    A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper.
-    """
+    """torch's DataParallel with another split of batches."""
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[int | torch.device]
@@ -72,11 +68,6 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
                 "Compute the loss from the model's outputs, or use backend ddp, one process per GPU."
             )
         return super().gather(outputs, output_device)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the original module."""
-        # The copy is used by itself, on one device.
-        return copy.deepcopy(self.module, memo)
 
 
 class DataParallelBackend(LocalBackend):
