@@ -83,11 +83,13 @@ class Strategy:
         self._hooks = sockets.hooks
         sockets.passes.append(self._precision)
         self._add_features()
+        # Without its scale, a resumed run would begin with steps that overflow.
         if self._precision.scaler is not None:
             sockets.states.add("scaler", self._precision.scaler)
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
+        # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
         if self.world_size > 1:
@@ -278,6 +280,7 @@ class Strategy:
             for begun in self._hooks.at_evaluation:
                 begun()
             modules = tuple(swaps.enter_context(m.swapped()) if isinstance(m, Average) else m for m in modules)
+            # By layer, not by model: a script may have frozen single BatchNorm layers.
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
             batch_norm.average_statistics(modules, self._communicator, self.shares)
             outer, self._loop.evaluating = self._loop.evaluating, True
@@ -524,6 +527,7 @@ class Strategy:
         job = self._job
         if job.ended:
             return
+        # At once: after an error below, close() is called again at exit.
         job.ended = True
         try:
             if not job.failed:  # a failing process keeps its watch, to report the error

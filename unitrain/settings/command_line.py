@@ -47,7 +47,7 @@ def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.Ar
         epilog=_SOURCES,
         # An abbreviation would become ambiguous with the next setting of the same beginning.
         allow_abbrev=False,
-        # An error is raised as ConfigError, with the allowed values; argparse would exit with a message of its own.
+        # An error becomes a ConfigError, with the allowed values; argparse would print it, and exit.
         exit_on_error=False,
         add_help=False,
         # A flag that is absent leaves the setting to the other sources.

@@ -62,25 +62,23 @@ class _Synchronisation(Feature):
 
     def plug_in(self, sockets: Sockets) -> None:
         """Give the metrics the communicator, and the batch that the script works on."""
-        _synchronise(self._modules, self._metrics, sockets.communicator, sockets.batches.current_batch)
+        communicator, current_batch = sockets.communicator, sockets.batches.current_batch
 
+        def synchronise_states(self: Any, dist_sync_fn: object = None, process_group: object = None) -> None:
+            for name, state in _synchronised(self, communicator).items():
+                setattr(self, name, state)
 
-def _synchronise(
-    modules: list[Any], metrics: list[Any], communicator: Communicator, current_batch: CurrentBatch
-) -> None:
-    def synchronise_states(self: Any, dist_sync_fn: object = None, process_group: object = None) -> None:
-        for name, state in _synchronised(self, communicator).items():
-            setattr(self, name, state)
-
-    for each in metrics:
-        each.distributed_available_fn = lambda: communicator.world_size > 1
-        each._sync_dist = MethodType(synchronise_states, each)
-        _leave_stand_ins_out(each, current_batch)
-    for module in modules:
-        if isinstance(module, nn.ModuleDict) and hasattr(module, "compute_groups"):
-            # A MetricCollection, which groups metrics that its first update made equal.
-            module.update = _unless_stand_in(module.update, current_batch)  # type: ignore[method-assign]
-    modules[0].to(communicator.device)
+        for metric in self._metrics:
+            metric.distributed_available_fn = lambda: communicator.world_size > 1
+            # In place of torchmetrics' own, which calls a function for one tensor after the other: ranks with lists of
+            # different lengths would call it in different numbers.
+            metric._sync_dist = MethodType(synchronise_states, metric)
+            _leave_stand_ins_out(metric, current_batch)
+        for module in self._modules:
+            if isinstance(module, nn.ModuleDict) and hasattr(module, "compute_groups"):
+                # A MetricCollection, which groups metrics that its first update made equal.
+                module.update = _unless_stand_in(module.update, current_batch)  # type: ignore[method-assign]
+        self._modules[0].to(communicator.device)
 
 
 def _is_metric(module: Any) -> bool:
