@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field, field_validator
 from torch import nn
 
 from unitrain.communication.backend import LocalBackend
-from unitrain.config import Section, StrategyConfig
+from unitrain.config import StrategyConfig
 from unitrain.data.structure import rebuilt, tensors
 from unitrain.device import choices, device_type, devices_of
 from unitrain.errors import ConfigError, UsageError
@@ -21,26 +19,8 @@ from unitrain.training.models.compile import is_compiled
 from unitrain.wrapper import Wrapper
 
 
-class DataParallelSettings(Section):
-    """Settings of the backend data_parallel (torch's DataParallel)."""
-
-    device_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
-    """Indices of the GPUs that hold a replica; null: all visible GPUs."""
-
-    @field_validator("device_ids")
-    @classmethod
-    def _each_device_once(cls, device_ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Refuse a GPU that is named twice."""
-        if device_ids and len(set(device_ids)) < len(device_ids):
-            raise ValueError("contains a GPU twice; each holds one replica")
-        return device_ids
-
-
 class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
-    """torch's DataParallel with another split of batches.
-
-    A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper.
-    """
+    """torch's DataParallel with another split of batches."""
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[int | torch.device]
@@ -89,11 +69,6 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
             )
         return super().gather(outputs, output_device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the original module."""
-        # The copy is used by itself, on one device.
-        return copy.deepcopy(self.module, memo)
-
 
 class DataParallelBackend(LocalBackend):
     """Splits each batch over the GPUs of one process and gathers the outputs on the first of them.
@@ -102,7 +77,6 @@ class DataParallelBackend(LocalBackend):
     """
 
     name = "data_parallel"
-    Settings: ClassVar[type[Section]] = DataParallelSettings
 
     @classmethod
     def replicas(cls, config: StrategyConfig) -> int:
@@ -111,11 +85,10 @@ class DataParallelBackend(LocalBackend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse GPUs that are not available, and accelerators that DataParallel does not support.
+        """Refuse accelerators that are not available, or that DataParallel does not support.
 
         Raises:
-            ConfigError: the device has no DataParallel, or ``data_parallel.device_ids`` names a GPU that is not
-                visible.
+            ConfigError: there is no such device, or it has no DataParallel.
         """
         kind = device_type(config.device)
         if kind not in ("cpu", "cuda") and choices(config.device) > 1:
@@ -123,7 +96,6 @@ class DataParallelBackend(LocalBackend):
                 f"torch's DataParallel supports CUDA only, and device is {config.device!r}, of which there are "
                 f"{choices(config.device)}: use backend ddp, or backend single with device {kind}:0."
             )
-        _devices(config)  # raises ConfigError for a GPU that is not visible
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
@@ -163,18 +135,13 @@ class DataParallelBackend(LocalBackend):
 
 
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
-    """Return the GPUs that hold a replica; none if the CPU is used.
+    """Return the GPUs that hold a replica: all visible ones, or the one that the setting ``device`` names.
 
-    Raises:
-        ConfigError: ``data_parallel.device_ids`` names a GPU that is not visible.
+    None if the CPU is used.
     """
-    visible = torch.cuda.device_count() if device_type(config.device) == "cuda" else 0
-    wanted = config.section("data_parallel", DataParallelSettings).device_ids
-    # Without the setting, all visible GPUs hold a replica, or the one that the setting device names.
-    if wanted is None:
-        if ":" in config.device:
-            return (torch.device(config.device),)
-        return tuple(torch.device("cuda", i) for i in range(visible))
-    if max(wanted) >= visible:
-        raise ConfigError(f"data_parallel.device_ids is {list(wanted)}, but {visible} GPUs are visible.")
-    return tuple(torch.device("cuda", i) for i in wanted)
+    if device_type(config.device) != "cuda":
+        return ()
+    # A GPU that is named is the only one: CUDA_VISIBLE_DEVICES chooses several.
+    if ":" in config.device:
+        return (torch.device(config.device),)
+    return tuple(torch.device("cuda", i) for i in range(torch.cuda.device_count()))

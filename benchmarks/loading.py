@@ -169,7 +169,9 @@ def batches(kind: str, samples: int, sought: bool) -> Iterator[list[int]]:
         sampler: Any = DistributedSampler(Numbers(samples), WORLD, RANK, seed=0)  # type: ignore[arg-type]
         whole = iter(BatchSampler(sampler, BATCH, drop_last=False))
         return islice(whole, int(SOUGHT * samples / WORLD / BATCH) if sought else 0, None)
-    plan = EpochPlan(samples, BATCH * WORLD, 1, RANK, WORLD, False)
+    plan = EpochPlan(
+        samples=samples, global_batch=BATCH * WORLD, accumulate=1, rank=RANK, world_size=WORLD, drop_last=False
+    )
     start = int(SOUGHT * samples / plan.global_batch) * plan.global_batch if sought else 0
     epoch = Orders(plan, shuffle=True).epoch(0, 0, start)
     return (request.samples for request in requests(epoch, epoch.plan, None, 0))

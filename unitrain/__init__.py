@@ -112,7 +112,7 @@ def _freeze_once() -> None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Import without collecting garbage, and leave what exists after the first import out of later collections.
+    """Import without collecting garbage, and exempt all objects of the first import from later collections.
 
     torch's modules are hundreds of thousands of objects that stay. While a rank looks through them, 0.1 s, all wait.
     """

@@ -27,6 +27,7 @@ class Section(BaseModel):
     can be set by a flag, an environment variable or YAML.
     """
 
+    # A misspelt setting would have no effect without "forbid", and an infinity would pass every lower bound.
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
@@ -144,18 +145,6 @@ class StrategyConfig(Section):
         inherited = {name for base in type(self).__bases__ if issubclass(base, Section) for name in base.model_fields}
         names = type(self).model_fields.keys() - inherited - {backend}
         return {name: getattr(self, name) for name in type(self).model_fields if name in names}  # in declared order
-
-    @field_validator("device")
-    @classmethod
-    def _is_known(cls, device: str) -> str:
-        if device not in ("auto", "cpu"):
-            import torch  # only here: the settings are read without it
-
-            try:
-                torch.device(device)
-            except RuntimeError:
-                raise ValueError("torch knows cpu, cuda, xpu, mps and those of imported plug-ins") from None
-        return device
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> StrategyConfig:

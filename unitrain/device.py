@@ -107,6 +107,7 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
             f"local rank {launch.local_rank} has no device: {launch.launcher} started {launch.local_world_size} "
             f"processes on this host, with {visible} visible devices of type {kind}. Start fewer, or use device cpu."
         )
+    # Libraries that are not told a device, NCCL among them, take the current one.
     torch.accelerator.set_device_index(index)
     device = torch.device(kind, index)
     if launch.world_size > 1 and precise(device) != device:

@@ -85,6 +85,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
+# A message that lists thousands of ranks is not read.
 _MOST_VALUES = 4
 
 

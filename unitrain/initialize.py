@@ -177,7 +177,7 @@ def _check_world(backend: type[Backend], launch: Launch) -> None:
 
 
 def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
-    """Refuse what this backend does not support, and warn of settings that have no effect in this run."""
+    """Refuse a compression that this backend lacks, and warn of settings that have no effect in this run."""
     idle = []
     if config.compression not in backend.compressions:
         if launch.world_size > 1:

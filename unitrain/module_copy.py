@@ -73,6 +73,7 @@ def move_foreign(tensors: Iterable[Tensor], device: torch.device) -> None:
         moved = tensor.detach().to(device)  # then swapped with the tensor, so that optimizers keep their object
         if isinstance(tensor, Parameter):
             moved = Parameter(moved, tensor.requires_grad)
+        # Scripts and libraries mark parameters by setting attributes.
         vars(moved).update(vars(tensor))
         add_hooks(moved, of=tensor)
         torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]

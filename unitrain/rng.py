@@ -199,6 +199,7 @@ def restore(state: dict[str, Any]) -> None:
 
 def _in_use() -> torch.device | None:
     """Return the type of this process's accelerator, or None if it has not used any."""
+    # Reading a state would initialise an accelerator that this process does not use, and take its memory.
     device = torch.accelerator.current_accelerator()
     module = None if device is None else torch.get_device_module(device)
     return device if getattr(module, "is_initialized", torch.accelerator.is_available)() else None

@@ -83,11 +83,13 @@ class Strategy:
         self._hooks = sockets.hooks
         sockets.passes.append(self._precision)
         self._add_features()
+        # Without its scale, a resumed run would begin with steps that overflow.
         if self._precision.scaler is not None:
             sockets.states.add("scaler", self._precision.scaler)
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
+        # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
         if self.world_size > 1:
@@ -119,7 +121,7 @@ class Strategy:
     # --------------------------------------------------------------------------------------------------- training
 
     @overload
-    def prepare(self, one: T, /, *, initialise: Initialise = False) -> T: ...
+    def prepare(self, only: T, /, *, initialise: Initialise = False) -> T: ...
 
     @overload
     def prepare(
@@ -204,9 +206,10 @@ class Strategy:
                 f"step() takes a torch optimizer, or a non-empty list of them, not {type(optimizer).__name__}."
             )
         self._step.backward(loss, optimizer, weight=weight)
-        results = [self._step.update(one) for one in optimizer]
-        own = getattr(scheduler, "optimizer", None)
-        number = next((i for i, one in enumerate(optimizer) if one is own), 0)
+        results = [self._step.update(each) for each in optimizer]
+        # The scheduler steps with its optimizer: the others may have skipped the step, or not.
+        scheduled = getattr(scheduler, "optimizer", None)
+        number = next((i for i, each in enumerate(optimizer) if each is scheduled), 0)
         if scheduler is not None and results[number].stepped:
             self._step.step_scheduler(scheduler)
         # An overflow, say, may be in the gradients of one of them only.
@@ -285,7 +288,8 @@ class Strategy:
             swaps.enter_context(self._step.replicas.shared_weights("evaluation()", buffers=True))
             for begun in self._hooks.at_evaluation:
                 begun()
-            modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, Average) else one for one in modules)
+            modules = tuple(swaps.enter_context(m.swapped()) if isinstance(m, Average) else m for m in modules)
+            # By layer, not by model: a script may have frozen single BatchNorm layers.
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
             batch_norm.average_statistics(modules, self._communicator, self.shares)
             outer, self._loop.evaluating = self._loop.evaluating, True
@@ -366,13 +370,7 @@ class Strategy:
         """
         return self._gathering.all_gather(tensor) if differentiable else self._communicator.all_gather(tensor)
 
-    @overload
-    def gather(self, value: Tensor, *, differentiable: bool = False) -> Tensor: ...
-
-    @overload
-    def gather(self, value: T, *, differentiable: bool = False) -> T: ...
-
-    def gather(self, value: Any, *, differentiable: bool = False) -> Any:
+    def gather(self, value: T, *, differentiable: bool = False) -> T:
         """Return the rows of all ranks, in rank order, though ranks may have different numbers of rows. Collective.
 
         Tensors are concatenated along their first dimension; of scalars, each is a row. Lists are rows, too: the lists
@@ -400,7 +398,8 @@ class Strategy:
         """
         self._loop.gathers()
         has_rows = not self._step.batches.current_batch.is_stand_in
-        return self._gathering.gather(value, has_rows=has_rows, differentiable=differentiable)
+        gathered: T = self._gathering.gather(value, has_rows=has_rows, differentiable=differentiable)
+        return gathered
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Return rank ``src``'s tensor as a new tensor. Shape and dtype must be the same on all ranks. Collective."""
@@ -537,6 +536,7 @@ class Strategy:
         job = self._job
         if job.ended:
             return
+        # At once: after an error below, close() is called again at exit.
         job.ended = True
         try:
             if not job.failed:  # a failing process keeps its watch, to report the error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -47,6 +48,12 @@ class Wrapper(nn.Module):
                 f"forward would not see the new value: set strategy.unwrap(model).{name}, as works on every backend."
             )
         super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the original module, without the wrapper: for an average of the weights, say."""
+        # A second wrapper would have hooks for gradients that nobody reduces, or replicas that nobody uses.
+        copied: nn.Module = copy.deepcopy(self.module, memo)
+        return copied
 
     def _hides(self, name: str) -> bool:
         """Return whether an attribute of this name would hide the module's. Private ones are torch's own."""

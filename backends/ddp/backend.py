@@ -101,6 +101,7 @@ class DDPBackend(ProcessGroupBackend):
             module,
             device_ids=[self.device.index] if self.device.type != "cpu" else None,
             bucket_cap_mb=options.bucket_cap_mb,
+            # With a static graph, DDP finds them by itself in the first step.
             find_unused_parameters=options.find_unused_parameters and not options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from inspect import signature
 from typing import Any
 
@@ -24,8 +23,7 @@ _SYNC_BUFFERS = next(
 class AveragingModule(Wrapper, DistributedDataParallel):
     """DistributedDataParallel that raises errors for gradients that would not be averaged.
 
-    A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper. The
-    core synchronises parameters and buffers.
+    The core synchronises parameters and buffers.
 
     Args:
         module: the module to wrap.
@@ -41,13 +39,8 @@ class AveragingModule(Wrapper, DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         options[_SYNC_BUFFERS] = False
+        # The core has broadcast parameters and buffers already.
         super().__init__(module, init_sync=False, **options)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the original module."""
-        # A second wrapper would register hooks for gradients that nobody reduces.
-        module: nn.Module = copy.deepcopy(self.module, memo)
-        return module
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the forward of the module; its backward averages the gradients.

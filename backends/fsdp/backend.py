@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from unitrain import call_site
 from unitrain.config import Section, StrategyConfig
-from unitrain.device import devices_of
+from unitrain.device import HALF_DTYPES, devices_of
 from unitrain.errors import BackendError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
 from unitrain.process import return_freed_memory, trim_heap
@@ -25,8 +25,6 @@ if TYPE_CHECKING:  # importing it takes a while, which scripts with other backen
     from torch.distributed.device_mesh import DeviceMesh
 
     from .sharding import FSDPSharding
-
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class FSDPBackend(ProcessGroupBackend):
@@ -153,8 +151,8 @@ class FSDPBackend(ProcessGroupBackend):
             self._mesh,
             self.device,
             self.settings,
-            compute_dtype=_DTYPES.get(self.config.precision),
-            reduce_dtype=_DTYPES.get(self.config.compression),
+            compute_dtype=HALF_DTYPES.get(self.config.precision),
+            reduce_dtype=HALF_DTYPES.get(self.config.compression),
             offload=self.sharding.offloads,
             has_mean="nccl" in dist.get_backend(),
         )
@@ -195,6 +193,7 @@ class FSDPBackend(ProcessGroupBackend):
 
         def finish(late: bool) -> None:
             """Set ``grad`` to None where FSDP has reduced zeros only, and average the gradients of whole parameters."""
+            # The optimizer changes the shards: what a forward has gathered would be stale after it.
             for module in dict.fromkeys(self.sharding.module_of[p] for p in sharded if p in self.sharding.module_of):
                 module.reshard()
             if self.settings.find_unused_parameters:

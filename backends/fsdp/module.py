@@ -88,12 +88,14 @@ class ShardedModule:
             changes[unit] = ForwardChanges(unit)
             self._divide(unit, shard)
         assert isinstance(module, FSDPModule)
+        # Of the subclass that FSDP has made, which only sharded modules have.
         setattr(type(module), "__deepcopy__", _refuse_copy)  # noqa: B010  (mypy knows no such attribute)
         self._root: FSDPModule = module
         self._module: nn.Module = module
         self._units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         for fsdp_unit in self._units:
             if not has_mean:
+                # gloo has no mean: FSDP divides the sum by itself then.
                 fsdp_unit.set_force_sum_reduction_for_comms(True)
             if device.type == "cpu":
                 # The next unit could be gathered before this one's backward, but gloo would block meanwhile.

@@ -34,6 +34,7 @@ def shards_of(tensor: Tensor) -> Sequence[Tensor]:
     """Return the parts of all ranks in order; on the meta device, except this rank's."""
     if not isinstance(tensor, DTensor):
         return (tensor,)
+    # With replicas on other hosts, the mesh has another dimension, along which nothing is divided.
     dimension = next((i for i, placement in enumerate(tensor.placements) if placement == Shard(0)), None)
     if dimension is None:
         return (to_local(tensor),)

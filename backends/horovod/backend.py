@@ -228,13 +228,8 @@ def _variables(config: StrategyConfig, launch: Launch) -> dict[str, str]:
     }
     variables = {name: os.environ.get(name, value) for name, value in unless_set.items()}
     variables["HOROVOD_CONTROLLER"] = controller
-    settings = config.section("horovod", HorovodSettings)
     if config.deterministic:
         variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused, and so the order of summation, depends on timing
-    elif settings.fusion_threshold_mb is not None:
-        variables["HOROVOD_FUSION_THRESHOLD"] = str(int(settings.fusion_threshold_mb * 2**20))
-    if settings.cycle_time_ms is not None:
-        variables["HOROVOD_CYCLE_TIME"] = str(settings.cycle_time_ms)
     return variables
 
 

@@ -53,7 +53,7 @@ def test_public_names_are_these() -> None:
 
 def test_a_strategy_has_few_names() -> None:
     with unitrain.init(device="cpu") as strategy:
-        assert len([name for name in dir(strategy) if not name.startswith("_")]) <= 44
+        assert len([name for name in dir(strategy) if not name.startswith("_")]) <= 35
 
 
 def test_a_communicator_and_a_backend_have_few_names() -> None:

@@ -260,14 +260,14 @@ def test_switches(argv: list[str], expected: bool) -> None:
 def test_nested_switches_and_lists_and_null() -> None:
     recipe = parse(
         *["--strategy.sync-batchnorm", "true", "--no-strategy.broadcast-buffers", "--strategy.ddp.static-graph"],
-        *["--strategy.data-parallel.device-ids", "0,1", "--milestones", "30,60", "--output-dir", "null"],
+        *["--strategy.fsdp.wrap", "Block,Head", "--milestones", "30,60", "--output-dir", "null"],
         *["--strategy.pin-memory", "--optimizer.momentum=0"],
     )
     assert recipe.strategy.model_dump()["sync_batchnorm"] is True
     assert recipe.strategy.section("ddp", DDPSettings).static_graph
     assert recipe.strategy.pin_memory is True
     assert recipe.strategy.broadcast_buffers is False
-    assert recipe.strategy.model_dump()["data_parallel"]["device_ids"] == (0, 1)
+    assert recipe.strategy.model_dump()["fsdp"]["wrap"] == ("Block", "Head")
     assert (recipe.milestones, recipe.output_dir, recipe.optimizer.momentum) == ([30, 60], None, 0)
 
 
@@ -358,14 +358,10 @@ def test_help_imports_no_engine() -> None:
         (["--seed", "-3"], "--strategy.seed is '-3', but must be an integer >= 0, < 4294967296."),
         (["--freeze", "maybe"], "--freeze is 'maybe', but must be true or false."),
         (
-            ["--strategy.device", "gpu"],
-            "--strategy.device is 'gpu': torch knows cpu, cuda, xpu, mps and those of imported plug-ins.",
+            ["--strategy.device", "GPU"],
+            "--strategy.device is 'GPU', but must be auto, cpu, cuda, cuda:N or another of torch's types.",
         ),
         (["--milestones", "3,x"], "--milestones is '3,x', but must be a list (0,1 or [0, 1]), each an integer."),
-        (
-            ["--strategy.data-parallel.device-ids", "0,0"],
-            "--strategy.data-parallel.device-ids is '0,0': contains a GPU twice; each holds one replica.",
-        ),
         (["--model", "a b"], "--model is 'a b': a model's name has no space in it."),
         (["--batch-size", "2000"], "batch_size above 1000 needs freeze."),
         (["--lr"], "--lr: expected one argument. It must be a number > 0."),
@@ -437,12 +433,12 @@ def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str
         ({"ddp": {"bucket_cap": 1}}, "ddp.bucket_cap is not a setting. Did you mean 'ddp.bucket_cap_mb'?"),
         (
             {"horovod": {"q": 1}},
-            "horovod.q is not a setting. Available settings: controller, fusion_threshold_mb, cycle_time_ms.",
+            "horovod.q is not a setting. Available settings: controller.",
         ),
         ({"ddp": {None: 1}}, "ddp has the key null, but the name of a setting is a string."),
         (
             {"horovod": 3},
-            "horovod is 3, but must be a section with controller, fusion_threshold_mb, cycle_time_ms.",
+            "horovod is 3, but must be a section with controller.",
         ),
     ],
 )
@@ -467,7 +463,7 @@ def test_a_wrong_variable_is_one_message(value: str) -> None:
 
 
 def test_a_long_value_is_shortened() -> None:
-    assert len(init_refusal(device="x" * 10_000)) < 250
+    assert len(init_refusal(precision="x" * 10_000)) < 250
 
 
 # ---- wrong YAML ----
@@ -554,10 +550,8 @@ def or_none(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
-DEVICES = or_none(st.lists(st.integers(0, 64), min_size=1, unique=True).map(tuple))
 
 SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "data_parallel": {"device_ids": DEVICES},
     "fsdp": {
         "communication": st.sampled_from(["auto", "nccl", "gloo"]),
         "wrap": or_none(
@@ -584,8 +578,6 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "horovod": {
         "controller": st.sampled_from(["auto", "mpi", "gloo"]),
-        "fusion_threshold_mb": or_none(st.floats(0, 2**20)),
-        "cycle_time_ms": or_none(positive(60_000)),
     },
     "": {
         "backend": TEXT.filter(len),

@@ -61,10 +61,8 @@ class Loader:
         # Refused here, before any rank reads data: a mistake is then the same on all of them.
         given = LoaderSettings.of(dataset, options)
         self.dataset: Any = given.dataset
-        self.global_batch_size: int | None = None
-        if given.batch_sampler is None:
-            micro_batches = given.micro_batches(loop.shares, config.accumulate)
-            self.global_batch_size = given.samples_per_step(communicator.world_size, micro_batches)
+        plan = given.plan(communicator.rank, communicator.world_size, loop.shares, config.accumulate)
+        self.global_batch_size: int | None = plan.global_batch
         self._communicator = communicator
         self._loop = loop
         self._config = config
@@ -76,9 +74,7 @@ class Loader:
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
         self.epoch = 0
         self._given = given
-        self._source: Iterable | MapStyle = make_source(
-            communicator, config, local_world_size, given, loop.shares, self._seed
-        )
+        self._source: Iterable | MapStyle = make_source(communicator, config, local_world_size, given, plan)
 
     def __len__(self) -> int:
         """Return the number of batches (micro-batches) in an epoch, the same on every rank.
@@ -188,6 +184,7 @@ class Loader:
             self.epoch += 1
         elif self._iteration is not None:
             self._drop(self._iteration)
+        # An evaluation in between does not show how the script counts.
         if self._loop.is_training():
             self._tell_uncounted()
         shares_order = self._source.readers(self._epoch) is None  # with all ranks
@@ -215,6 +212,7 @@ class Loader:
     def _drop(self, iteration: Iteration) -> None:
         """Forget an iteration that was left before any of its batches was trained on: it does not count."""
         last = iteration.micro_batch
+        # A single batch is a look, as next(iter(loader)) takes it, and no loss to tell of.
         self._uncounted = 0 if last is None or last.opening else last.stop - self._start[0]
         self._begin_at(*self._start)
 
@@ -351,6 +349,7 @@ class Loader:
                 f"the global batch size was {state['global_batch_size']} and is now {self.global_batch_size}: epoch "
                 f"{state['epoch']} continues after {state['consumed']} samples in batches of the new size."
             )
+        # Only now: a refused state leaves the loader where it was.
         self._seed, self.epoch = state["seed"], state["epoch"]
         self._resumed_unasked = state["epoch"] > 0
         self._begin_at(state["consumed"], state["steps"])

@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 from unitrain.data.options import LoaderOptions, WorkerOptions
 from unitrain.data.order.division import Batching, Division
+from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
 from unitrain.errors import ConfigError, DataError, nearest
 
 _PASSED_ON = tuple(WorkerOptions.__annotations__)
@@ -192,15 +193,43 @@ class LoaderSettings:
                 "how many such groups take turns. For up to 8 ranks of 4 workers: shards=(8, 4)."
             )
 
-    def micro_batches(self, shares: Sequence[int], accumulate: int) -> int:
+    def plan(self, rank: int, world_size: int, shares: tuple[int, ...], accumulate: int) -> Plan:
+        """Return the plan of an epoch, without the sizes that only a stream or a batch sampler tells.
+
+        Args:
+            rank: of this process.
+            world_size: number of processes.
+            shares: each rank's share of the samples, in lowest terms.
+            accumulate: the setting.
+
+        Raises:
+            ConfigError: batch sizes and ``accumulate`` contradict each other.
+        """
+        common: dict[str, Any] = {
+            "rank": rank, "world_size": world_size, "shares": shares, "division": self.division,
+        }  # fmt: skip
+        if self.batch_sampler is not None:
+            return BatchPlan(accumulate=accumulate, **common)
+        accumulate = self._micro_batches(shares, accumulate)
+        global_batch = self.global_batch_size or (self.batch_size or 0) * world_size * accumulate
+        if global_batch < accumulate:
+            raise ConfigError(
+                f"global_batch_size {global_batch} can't be split into accumulate={accumulate} micro-batches: it must "
+                f"be at least {accumulate}."
+            )
+        return EpochPlan(
+            samples=0 if self.is_iterable else len(self.dataset),
+            global_batch=global_batch,
+            drop_last=self.drop_last,
+            accumulate=accumulate,
+            **common,
+        )
+
+    def _micro_batches(self, shares: Sequence[int], accumulate: int) -> int:
         """Return the number of micro-batches per optimizer step: ``accumulate``, unless ``micro_batch_size`` is given.
 
         With that, the largest of the shares of a micro-batch has at most ``micro_batch_size`` samples. With a
         division's limit, the number differs from step to step.
-
-        Args:
-            shares: each rank's share of the samples, in lowest terms.
-            accumulate: the setting.
 
         Raises:
             ConfigError: two of the three are set.
@@ -208,33 +237,15 @@ class LoaderSettings:
         limit = "" if self.division is None else self.division.limit
         if self.micro_batch_size is not None:
             limit = f"micro_batch_size={self.micro_batch_size}"
-        if not limit:
-            return accumulate
-        if accumulate > 1:
+        if limit and accumulate > 1:
             raise ConfigError(
                 f"{limit} and accumulate={accumulate} are mutually exclusive: {limit.partition('=')[0]} determines "
                 "the number of micro-batches per step."
             )
         if self.micro_batch_size is None:
-            return 1
+            return accumulate  # 1 with a division's limit
         assert self.global_batch_size is not None  # checked
         return -(-self.global_batch_size // (self.micro_batch_size * sum(shares) // max(shares)))
-
-    def samples_per_step(self, world_size: int, accumulate: int) -> int:
-        """Return the number of samples per optimizer step over all processes.
-
-        Raises:
-            ConfigError: ``global_batch_size`` is too small for this number of micro-batches.
-        """
-        if self.batch_size is not None:
-            return self.batch_size * world_size * accumulate
-        assert self.global_batch_size is not None  # checked
-        if self.global_batch_size < accumulate:
-            raise ConfigError(
-                f"global_batch_size {self.global_batch_size} can't be split into accumulate={accumulate} "
-                f"micro-batches: it must be at least {accumulate}."
-            )
-        return self.global_batch_size
 
 
 def _is_given(value: Any) -> bool:

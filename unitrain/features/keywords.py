@@ -44,7 +44,6 @@ class StrategySettings(TypedDict, total=False):
     # The only place in the core that names backends, and only for type checkers. PEP 728's extra_items could declare
     # any other keyword to be a section, but mypy does not support it yet. Settings of a plug-in type-check in a
     # ``dict[str, Any]``, as in ``init(**{...})``, or in a StrategyConfig.
-    data_parallel: Section | Mapping[str, Any]
     ddp: Section | Mapping[str, Any]
     fsdp: Section | Mapping[str, Any]
     horovod: Section | Mapping[str, Any]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from unitrain.errors import ConfigError
-from unitrain.settings.schema import Group, Setting, did_you_mean, dotted, flag
+from unitrain.settings.schema import Group, Setting, did_you_mean, dotted, flag, nested
 from unitrain.settings.strategy_config import why_unknown
 
 _SOURCES = """\
@@ -35,19 +35,8 @@ def read_command_line(
         raise ConfigError(f"{name}: {error.message}.{''.join(allowed)}") from None
     _refuse_unknown([word for word in left_over if word != "--"], ["--config", *map(flag, settings)])
     written = vars(given)
-    return written.get("_config"), _nested(
-        {path: written[dotted(path)] for path in settings if dotted(path) in written}
-    )
-
-
-def _nested(values: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for path, value in values.items():
-        section = root
-        for part in path[:-1]:
-            section = section.setdefault(part, {})
-        section[path[-1]] = value
-    return root
+    flags = {path: written[dotted(path)] for path in settings if dotted(path) in written}
+    return written.get("_config"), nested(flags)
 
 
 def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.ArgumentParser:
@@ -56,9 +45,12 @@ def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.Ar
         usage="%(prog)s [--config FILE] [--FLAG VALUE ...]",
         description=description,
         epilog=_SOURCES,
+        # An abbreviation would become ambiguous with the next setting of the same beginning.
         allow_abbrev=False,
+        # An error becomes a ConfigError, with the allowed values; argparse would print it, and exit.
         exit_on_error=False,
         add_help=False,
+        # A flag that is absent leaves the setting to the other sources.
         argument_default=argparse.SUPPRESS,
         # Each flag on its own line with its help below: the names are too long for two columns.
         formatter_class=lambda prog: argparse.HelpFormatter(
@@ -86,6 +78,7 @@ def _add_flag(section: argparse._ArgumentGroup, setting: Setting, short: list[st
         name,
         *short,
         dest=dotted(setting.path),
+        # A switch may stand without a value.
         nargs="?" if setting.is_switch else None,
         const="true" if setting.is_switch else None,
         metavar=f"{{{','.join(setting.choices)}}}" if setting.choices else "VALUE",

@@ -10,8 +10,7 @@ import os
 import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -20,12 +19,9 @@ from unitrain.config import StrategyConfig as CommonConfig
 from unitrain.errors import ConfigError, UsageError
 from unitrain.job import excepthook
 from unitrain.settings.command_line import read_command_line
-from unitrain.settings.schema import did_you_mean, dotted, flag, groups_of, variable
+from unitrain.settings.schema import did_you_mean, dotted, flag, groups_of, nested, variable
 from unitrain.settings.sources import Source, validate
 from unitrain.settings.strategy_config import StrategyConfig, why_unknown
-
-if TYPE_CHECKING:
-    from pydantic_settings import BaseSettings
 
 RecipeModel = TypeVar("RecipeModel", bound=Section)
 """Settings of a recipe: its own, and a field ``strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()``."""
@@ -89,6 +85,7 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
     set_by_default = {name: fields for name, fields in sections.items() if fields}
     sources = [Source(flags, flag)]
     if environment := _read_environment(os.environ):
+        # Variables leave out the section "strategy", the only one that they can set.
         sources.insert(0, Source({"strategy": environment}, lambda path: variable(list(path)[1:])))
     if config_file is not None:
         from unitrain.settings.yaml_file import read  # and yaml, which takes 10 ms
@@ -108,28 +105,13 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return a strategy's settings from the environment as nested strings. Warn about unknown variables."""
     given = {name: value for name, value in environ.items() if name.startswith("UNITRAIN_")}
     if given.keys() <= OTHER_VARIABLES.keys():
-        return {}  # usually; what follows takes 50 ms the first time
-    known = {variable(setting.path) for group in groups_of(StrategyConfig) for setting in group.settings}
-    for name in sorted(given.keys() - known - OTHER_VARIABLES.keys()):
-        suggestion = why_unknown(name) or did_you_mean(name, sorted(known | OTHER_VARIABLES.keys()))
+        return {}  # usually; the names of all settings take a while to collect
+    known = {variable(setting.path): setting.path for group in groups_of(StrategyConfig) for setting in group.settings}
+    for name in sorted(given.keys() - known.keys() - OTHER_VARIABLES.keys()):
+        suggestion = why_unknown(name) or did_you_mean(name, sorted(known.keys() | OTHER_VARIABLES.keys()))
         # stacklevel 1: Python shows it once, though both the command line and init read the environment.
         warnings.warn(f"{name} is not an environment variable of UniTrain, and is ignored.{suggestion}", stacklevel=1)
-    from pydantic_settings import EnvSettingsSource
-
-    source = EnvSettingsSource(_environment())
-    source.env_vars = {name.lower(): value for name, value in given.items() if name in known}
-    return source()
-
-
-@cache
-def _environment() -> type[BaseSettings]:
-    """Return a class that declares the names of a strategy's variables for pydantic-settings; never instantiated."""
-    from pydantic_settings import BaseSettings, SettingsConfigDict
-
-    class Environment(StrategyConfig, BaseSettings):
-        model_config = SettingsConfigDict(env_prefix="UNITRAIN_", env_nested_delimiter="__", enable_decoding=False)
-
-    return Environment
+    return nested({known[name]: value for name, value in given.items() if name in known})
 
 
 def _set_on(config: BaseModel) -> dict[str, Any]:

@@ -61,6 +61,21 @@ def variable(path: Iterable[object]) -> str:
     return "UNITRAIN_" + "__".join(map(str, path)).upper()
 
 
+def nested(values: Mapping[Path, str]) -> dict[str, Any]:
+    """Return the values of settings as dicts in dicts, one for each section.
+
+    Args:
+        values: by path, as written in flags or environment variables.
+    """
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        section = root
+        for part in path[:-1]:
+            section = section.setdefault(part, {})
+        section[path[-1]] = value
+    return root
+
+
 def is_section(annotation: object) -> bool:
     """Return whether a field of this type is a section, and not a setting."""
     # In Python 3.10 list[int] is an instance of type, but issubclass refuses it.
@@ -125,8 +140,8 @@ def as_string(value: object) -> str:
 def _choices(schema: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the values that a JSON schema enumerates, or nothing if it also allows others."""
     if "anyOf" in schema:
-        alternatives = [_choices(one) for one in schema["anyOf"]]
-        return tuple(value for one in alternatives for value in one) if all(alternatives) else ()
+        members = [_choices(member) for member in schema["anyOf"]]
+        return tuple(value for choices in members for value in choices) if all(members) else ()
     if "const" in schema:
         return (as_string(schema["const"]),)
     closed = {"boolean": ("true", "false"), "null": ("null",)}

@@ -67,8 +67,8 @@ class _Messages:
     def describe(self, details: ErrorDetails) -> str:
         kind, path = details["type"], details["loc"]
         if kind == "conflict":
-            one, other = (self._assignment((*path, *details["ctx"][key].split("."))) for key in ("one", "other"))
-            return f"{one}, and {other}; they are mutually exclusive: {details['ctx']['reason']}."
+            first, second = (self._assignment((*path, *details["ctx"][key].split("."))) for key in ("one", "other"))
+            return f"{first}, and {second}; they are mutually exclusive: {details['ctx']['reason']}."
         if kind == "extra_forbidden":
             return self._unknown(path)
         if kind == "invalid_key":

@@ -30,8 +30,8 @@ def read(name: str) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {name}: invalid YAML: {reason}.") from None
     if not isinstance(values, dict):
-        found = "empty" if values is None else reprlib.repr(values)
-        raise ConfigError(f"--config {name} must hold 'name: value' settings, but is {found}.")
+        content = "empty" if values is None else reprlib.repr(values)
+        raise ConfigError(f"--config {name} must hold 'name: value' settings, but is {content}.")
     return values
 
 

@@ -46,11 +46,13 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for duty in duties:
+            # Here, and not on the ranks: one could use it before another has made it.
             (folder / duty.name / "shared").mkdir(parents=True)
         work = [(duty.name, duty.function, duty.arguments) for duty in duties]
         ended, printed = "", StringIO()
         try:
             with redirect_stdout(printed):
+                # One limit more, for starting and ending the processes.
                 world.run(_do_in_turn, world, work, folder, limit_s, timeout=limit_s * (len(work) + 1))
         except (KeyboardInterrupt, pytest.exit.Exception):
             raise

@@ -19,6 +19,7 @@ SAMPLES = 23  # uneven on 2 and on 3 ranks
 
 def samples(count: int = SAMPLES) -> TensorDataset:
     """Return random inputs (count, 4) and targets (count, 2), the same in each call."""
+    # Not the global generator: what a duty has drawn before must not change the samples.
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(count, 4, generator=generator, dtype=torch.float64)
     return TensorDataset(inputs, torch.randn(count, 2, generator=generator, dtype=torch.float64))

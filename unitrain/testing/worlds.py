@@ -12,7 +12,6 @@ import torch
 import unitrain
 from unitrain import Backend, BackendError, ConfigError, LaunchError, Strategy
 from unitrain.communication.backend import load_backend
-from unitrain.config import StrategyConfig
 from unitrain.launch.detect import Launch
 from unitrain.launch.local.launchers import local_launchers
 from unitrain.testing.ranks import Launcher, run_ranks
@@ -66,6 +65,7 @@ class World:
         Args:
             **settings: of ``unitrain.init``.
         """
+        # float64 tells mistakes from rounding errors; the short timeout ends a duty that hangs.
         common = {"backend": self.backend, "precision": "fp64", "device": "cpu", "timeout_s": 30}
         strategy = unitrain.init(**{**common, **settings})
         torch.set_num_threads(1)
@@ -83,6 +83,26 @@ class World:
             BaseException: the error of the first rank that failed; see ``run_ranks``.
         """
         return run_ranks(fn, *args, nprocs=self.processes, launcher=self.launcher, timeout=timeout)
+
+
+def sees_world(backend: str, launcher: str, size: int, **settings: Any) -> bool:
+    """Return whether a backend has the world size of a launcher on this host.
+
+    Args:
+        backend: the name of the backend.
+        launcher: the name of the launcher.
+        size: the number of processes that it starts.
+        **settings: of the strategy; ``device`` is cpu by default.
+
+    Raises:
+        UnitrainError: the backend refuses the launcher or the settings.
+    """
+    launch = Launch(launcher, world_size=size, local_world_size=size)
+    kind = load_backend(backend)
+    if kind.expected_world(launch) != size:
+        return False
+    kind.check(unitrain.StrategyConfig(**{"backend": backend, "device": "cpu", **settings}), launch)
+    return True
 
 
 def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
@@ -104,12 +124,10 @@ def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
     several = ["spawn", *(name for name in local_launchers() if name != "python")]
     for size in sizes:
         for launcher in ["python"] if size == 1 else several:
-            launch = Launch(launcher, world_size=size, local_world_size=size)
-            # Horovod, for one, does not see the ranks of unitrain.spawn.
-            if kind.expected_world(launch) != size:
-                continue
             try:
-                kind.check(StrategyConfig(backend=backend, device="cpu"), launch)
+                # Horovod, for one, does not see the ranks of unitrain.spawn.
+                if not sees_world(backend, launcher, size):
+                    continue
             except (ConfigError, BackendError) as error:
                 refusals.append(error)
                 continue

@@ -20,14 +20,22 @@ def epoch_plans(draw: st.DrawFn) -> EpochPlan:
     global_batch = draw(st.integers(accumulate, 50))
     samples = draw(st.integers(1, 300))
     start = global_batch * draw(st.integers(0, samples // global_batch))
-    return EpochPlan(samples, global_batch, accumulate, 0, 1, draw(st.booleans()), start)
+    return EpochPlan(
+        samples=samples,
+        global_batch=global_batch,
+        accumulate=accumulate,
+        rank=0,
+        world_size=1,
+        drop_last=draw(st.booleans()),
+        start=start,
+    )
 
 
 @st.composite
 def batch_plans(draw: st.DrawFn) -> BatchPlan:
     sizes = draw(st.lists(st.integers(1, 12), max_size=8))
     start = sum(sizes[: draw(st.integers(0, len(sizes)))])
-    return BatchPlan(tuple(sizes), draw(st.integers(1, 5)), 0, 1, start)
+    return BatchPlan(sizes=tuple(sizes), accumulate=draw(st.integers(1, 5)), rank=0, world_size=1, start=start)
 
 
 plans = st.one_of(epoch_plans(), batch_plans())
@@ -102,5 +110,5 @@ def test_full_windows_are_cut_evenly(plan: EpochPlan) -> None:
 )
 def test_partial_windows(samples: int, drop_last: bool, steps: int, micro_batches: int) -> None:
     """A window of 10 is cut into 3, 3 and 4."""
-    plan = EpochPlan(samples, 10, 3, 0, 1, drop_last)
+    plan = EpochPlan(samples=samples, global_batch=10, accumulate=3, rank=0, world_size=1, drop_last=drop_last)
     assert (plan.steps, plan.micro_batches, len(list(plan))) == (steps, micro_batches, micro_batches)

@@ -67,7 +67,15 @@ def test_map_style_data_and_streams_are_dealt_out_alike(
     world_size, batch = len(shares), max(batch, accumulate)
     seen: list[int] = []
     for rank in range(world_size):
-        plan = EpochPlan(samples, batch, accumulate, rank, world_size, False, shares=shares)
+        plan = EpochPlan(
+            samples=samples,
+            global_batch=batch,
+            accumulate=accumulate,
+            rank=rank,
+            world_size=world_size,
+            drop_last=False,
+            shares=shares,
+        )
         epoch = Orders(plan, shuffle=False).epoch(0, 0, 0)
         asked = [request.samples for request in requests(epoch, epoch.plan, None, 0)]
         pieces = list(WholeStream(Numbers(samples), plan, default_collate)._pieces(0, 0, 0, 1))

@@ -19,7 +19,12 @@ SAMPLES = 23
 
 
 def orders(rank: int = 0, world_size: int = 1, global_batch: int = 4) -> Orders:
-    return Orders(EpochPlan(SAMPLES, global_batch, 1, rank, world_size, False), shuffle=True)
+    return Orders(
+        EpochPlan(
+            samples=SAMPLES, global_batch=global_batch, accumulate=1, rank=rank, world_size=world_size, drop_last=False
+        ),
+        shuffle=True,
+    )
 
 
 def asked(orders: Orders, seed: int | None = 0, number: int = 0) -> list[Request]:
@@ -47,7 +52,7 @@ def test_a_sample_s_seed_is_its_own() -> None:
 
 
 def test_a_sample_that_comes_twice_has_two_seeds() -> None:
-    plan = EpochPlan(4, 2, 1, 0, 1, False)
+    plan = EpochPlan(samples=4, global_batch=2, accumulate=1, rank=0, world_size=1, drop_last=False)
     found = asked(Orders(plan, sampler=[3, 1, 3, 3], most=4))
     assert [one.samples for one in found] == [[3, 1], [3, 3]]
     assert len({seed for one in found for seed in one.seeds or []}) == 4
@@ -74,7 +79,7 @@ def test_looking_up_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("seeded", [True, False])
 def test_rows_are_those_of_a_bare_loader(workers: int, seeded: bool) -> None:
     dataset = Subset(TensorDataset(torch.randn(2 * SAMPLES, 3), torch.arange(2 * SAMPLES)), range(1, 2 * SAMPLES, 2))
-    plan = EpochPlan(SAMPLES, 4, 1, 0, 1, False)
+    plan = EpochPlan(samples=SAMPLES, global_batch=4, accumulate=1, rank=0, world_size=1, drop_last=False)
     settings: dict[str, Any] = {"num_workers": workers}
     source = MapStyle(
         dataset, Orders(plan, shuffle=False), torch.utils.data.default_collate, seeded=seeded, settings=settings

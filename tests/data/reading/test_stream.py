@@ -31,16 +31,45 @@ def test_a_whole_stream_is_dealt_out_like_map_style_data(
     length: int, world_size: int, workers: int, batch: int, accumulate: int, start: int, drop_last: bool
 ) -> None:
     batch, start = max(batch, accumulate), min(start, length)
-    expected = list(EpochPlan(length, batch, accumulate, 0, 1, drop_last, start))
+    expected = list(
+        EpochPlan(
+            samples=length,
+            global_batch=batch,
+            accumulate=accumulate,
+            rank=0,
+            world_size=1,
+            drop_last=drop_last,
+            start=start,
+        )
+    )
     seen = []
     for rank in range(world_size):
         stream = WholeStream(
-            Numbers(length), EpochPlan(0, batch, accumulate, rank, world_size, drop_last), default_collate
+            Numbers(length),
+            EpochPlan(
+                samples=0,
+                global_batch=batch,
+                accumulate=accumulate,
+                rank=rank,
+                world_size=world_size,
+                drop_last=drop_last,
+            ),
+            default_collate,
         )
         read = [list(stream._pieces(0, start, worker, workers)) for worker in range(workers)]
         # A DataLoader asks its workers in turn.
         pieces = [piece for turn in itertools.zip_longest(*read) for piece in turn if piece is not None]
-        mine = list(EpochPlan(length, batch, accumulate, rank, world_size, drop_last, start))
+        mine = list(
+            EpochPlan(
+                samples=length,
+                global_batch=batch,
+                accumulate=accumulate,
+                rank=rank,
+                world_size=world_size,
+                drop_last=drop_last,
+                start=start,
+            )
+        )
         assert [piece.micro_batch for piece in pieces] == mine
         for micro_batch, piece in zip(mine, pieces, strict=True):
             samples = list(range(micro_batch.start + rank, micro_batch.stop, world_size))

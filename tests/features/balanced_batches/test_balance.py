@@ -89,9 +89,17 @@ def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | N
     for world_size in (1, 2, 3):
         found: dict[int, list[int]] = {}
         for rank in range(world_size):
-            plan: Any = EpochPlan(23, 8, 2, rank, world_size, False, division=balance)
+            plan: Any = EpochPlan(
+                samples=23,
+                global_batch=8,
+                accumulate=2,
+                rank=rank,
+                world_size=world_size,
+                drop_last=False,
+                division=balance,
+            )
             if batches:
-                plan = BatchPlan((8, 9, 6), 2, rank, world_size, division=balance)
+                plan = BatchPlan(sizes=(8, 9, 6), accumulate=2, rank=rank, world_size=world_size, division=balance)
             micro_batches = list(plan)
             assert len(micro_batches) == plan.micro_batches
             assert (micro_batches[0].start, micro_batches[-1].stop) == (0, 23)
@@ -108,7 +116,10 @@ def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | N
 @pytest.mark.parametrize("by_length", [True, False])
 def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says(by_length: bool) -> None:
     balance = Balance(np.arange(1.0, 8.0).__getitem__, by_length)
-    for plan in (EpochPlan(7, 3, 2, 0, 4, False, division=balance), BatchPlan((3, 3, 1), 2, 0, 4, division=balance)):
+    for plan in (
+        EpochPlan(samples=7, global_batch=3, accumulate=2, rank=0, world_size=4, drop_last=False, division=balance),
+        BatchPlan(sizes=(3, 3, 1), accumulate=2, rank=0, world_size=4, division=balance),
+    ):
         assert len(list(plan)) == plan.micro_batches == 3
 
 

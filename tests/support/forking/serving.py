@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 _PRELOADED = (
     "torch._dynamo", "torch.distributed.run", "unitrain.initialize", "unitrain.data",
     # What recipes and pages import, which took each of their processes 2 to 4 s.
-    "matplotlib.figure", "pydantic_settings", "sklearn.datasets", "sklearn.metrics", "torch.utils.tensorboard",
+    "matplotlib.figure", "sklearn.datasets", "sklearn.metrics", "torch.utils.tensorboard",
     "torchvision", "yaml",
 )  # fmt: skip
 

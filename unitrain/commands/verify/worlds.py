@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from unitrain.communication.backend import load_backend
 from unitrain.errors import UnitrainError
-from unitrain.launch.detect import Launch
 from unitrain.launch.local.launchers import local_launchers
-from unitrain.settings.strategy_config import StrategyConfig
+from unitrain.testing.worlds import sees_world
 
 # Three processes divide a batch unevenly. Two are enough for launchers that are slow to start.
 _SIZES = {"python": (1,), "torchrun": (2, 3), "mpirun": (2, 3), "horovodrun": (2,), "srun": (2,)}
@@ -57,11 +55,8 @@ def works(world: World, device: str, settings: Mapping[str, Any] = _NONE) -> boo
         device: the setting ``device``.
         settings: further settings of the strategy.
     """
-    launch = Launch(world.launcher, world_size=world.size, local_world_size=world.size)
     try:
         # Asked of the backend itself, so that plug-ins are judged by their own rules.
-        kind = load_backend(world.backend)
-        kind.check(StrategyConfig(**{"backend": world.backend, "device": device, **settings}), launch)
+        return sees_world(world.backend, world.launcher, world.size, **{"device": device, **settings})
     except UnitrainError:
         return False
-    return kind.expected_world(launch) == launch.world_size

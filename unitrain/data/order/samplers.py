@@ -8,18 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from unitrain.data.order.order import InOrder, Order, Shuffled
-from unitrain.data.order.sharding import BatchPlan, EpochPlan
+from unitrain.data.order.sharding import BatchPlan, Plan
 from unitrain.errors import DataError
 from unitrain.rng import derived_seed, generators_restored, seed_generators
-
-Plan: TypeAlias = EpochPlan | BatchPlan
 
 
 class Epoch(NamedTuple):
@@ -77,9 +75,8 @@ class Orders:
         plan, order, repeats = epoch = self._epoch(seed, number, start)
         if plan.division is None:
             return epoch
-        global_batch = plan.global_batch if isinstance(plan, EpochPlan) else None
-        own_seed = derived_seed("batches", seed, number)
-        order, division = plan.division.in_epoch(order, global_batch, plan.samples, own_seed)
+        batches_seed = derived_seed("batches", seed, number)
+        order, division = plan.division.in_epoch(order, plan.global_batch, plan.samples, batches_seed)
         return Epoch(replace(plan, division=division), order, repeats)
 
     def _epoch(self, seed: int, number: int, start: int) -> Epoch:
@@ -108,6 +105,7 @@ class Orders:
     def _draw(self, sampler: Iterable[Any], seed: int, number: int) -> Iterator[Any]:
         """Yield from the sampler, seeded with seed and epoch. The state of every generator is restored."""
         for level in _nested(sampler):
+            # Samplers that are made for distributed training derive their order from it.
             if callable(getattr(level, "set_epoch", None)):
                 level.set_epoch(number)
         states = [generator.get_state() for generator, _ in self._generators]

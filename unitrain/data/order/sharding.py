@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate as running_sums
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,18 +59,22 @@ class MicroBatch:
         return part.positions(self.start, self.stop) if self.chosen is None else self.chosen
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Plan:
     """Base class of the plans. Iterating yields this rank's micro-batches of an epoch in order.
 
     All is arithmetic on the plan's fields, so that every rank knows the micro-batches of all, without communication.
     """
 
+    accumulate: int
+    """Number of micro-batches in a step, if it has enough samples."""
     rank: int
     world_size: int
-    start: int
-    shares: tuple[int, ...]
+    start: int = 0
+    """Number of positions that were consumed before. Only the rest is planned."""
+    shares: tuple[int, ...] = ()
     """The shares of all ranks, without a common divisor; empty if all are equal."""
-    division: Division | None
+    division: Division | None = None
     """Divides the samples at some positions; None if only their number counts."""
 
     @cached_property
@@ -124,6 +128,7 @@ class _Plan:
         # For each: its size, how many samples are this rank's, whether every rank has some, and this rank's positions.
         pieces: list[tuple[int, int, bool, NDArray[np.int64] | None]]
         if self.division is None:
+            # The last window of an epoch may end before the last edges.
             sizes = [min(stop, size) - start for start, stop in pairwise(edges) if start < size]
             pieces = [(length, part.count(length), length >= part.enough, None) for length in sizes]
         else:
@@ -141,7 +146,7 @@ class _Plan:
             first += length
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EpochPlan(_Plan):
     """Splits an epoch of ``samples`` into optimizer steps of ``global_batch`` samples over all processes.
 
@@ -151,14 +156,7 @@ class EpochPlan(_Plan):
 
     samples: int
     global_batch: int
-    accumulate: int
-    rank: int
-    world_size: int
-    drop_last: bool
-    start: int = 0
-    """Number of positions that were consumed before. Only the rest is planned."""
-    shares: tuple[int, ...] = ()
-    division: Division | None = None
+    drop_last: bool = False
 
     @property
     def steps(self) -> int:
@@ -186,6 +184,7 @@ class EpochPlan(_Plan):
 
     def edges(self) -> list[int]:
         """Return the boundaries of the micro-batches in a full window."""
+        # In integers: sizes then differ by at most one, and add up to the global batch.
         return [i * self.global_batch // self.accumulate for i in range(self.accumulate + 1)]
 
     def _windows(self) -> Iterator[tuple[int, int, int, Sequence[int]]]:
@@ -196,22 +195,17 @@ class EpochPlan(_Plan):
             yield done + i, first, min(self.global_batch, self.samples - first), edges
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchPlan(_Plan):
     """Splits an epoch of given global batches: each is one optimizer step over all processes.
 
-    A batch with fewer samples than ``accumulate`` has as many micro-batches as samples.
+    A batch with fewer samples than ``accumulate`` has as many micro-batches as samples. ``start`` is a batch's end.
     """
 
-    sizes: Sequence[int]
-    """Number of samples in each."""
-    accumulate: int
-    rank: int
-    world_size: int
-    start: int = 0
-    """As in ``EpochPlan``; must be the end of a batch."""
-    shares: tuple[int, ...] = ()
-    division: Division | None = None
+    global_batch: ClassVar[None] = None
+    """As in ``EpochPlan``, but each batch has another size."""
+    sizes: Sequence[int] = ()
+    """Number of samples in each; none until a batch sampler has drawn them."""
 
     @property
     def samples(self) -> int:
@@ -232,3 +226,6 @@ class BatchPlan(_Plan):
             if first >= self.start:
                 size, cuts = stop - first, min(stop - first, self.accumulate)
                 yield step, first, size, [part * size // cuts for part in range(cuts + 1)]
+
+
+Plan: TypeAlias = EpochPlan | BatchPlan

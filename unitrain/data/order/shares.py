@@ -43,6 +43,7 @@ class Part:
 
 def reduced(shares: Sequence[int]) -> tuple[int, ...]:
     """Return the shares of all ranks divided by their greatest common divisor."""
+    # So that the shares 4, 2, 2 deal out the same positions as 2, 1, 1.
     divisor = gcd(*shares)
     return tuple(share // divisor for share in shares)
 

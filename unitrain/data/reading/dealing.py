@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.utils.data._utils import worker as torch_worker
 
+from unitrain.communication import plain_data
 from unitrain.data.reading.fingerprint import sample_digest
 from unitrain.rng import derived_seed, seed_generators
 
@@ -171,6 +171,7 @@ def library(dataset: Any) -> str:
 def _shard_of(dataset: Any, dealing: Dealing, part: int, group: int, epoch: int, seed: int) -> Any:
     """Return a shard of a dataset, or the dataset where it gives each rank and worker its own, as pretended to it."""
     if library(dataset) == "datasets":
+        # The group is chosen by the library itself, from the worker that it finds: see ``Reader.read``.
         from datasets.distributed import split_dataset_by_node  # an optional dependency
 
         dataset = split_dataset_by_node(dataset, part, dealing.parts)
@@ -214,9 +215,12 @@ def opened(dataset: Any, state: Any) -> tuple[Any, Iterator[Any]]:
 
 def state_of(dataset: Any) -> Any:
     """Return the state of a dataset; None if there is none to continue from exactly, in plain data."""
+    if not is_stateful(dataset) or _loses_samples(dataset):
+        return None
     try:
-        return _plain(dataset.state_dict()) if is_stateful(dataset) and not _loses_samples(dataset) else None
-    except TypeError:
+        # A copy: the dataset may change its state later, while a checkpoint waits to be written.
+        return plain_data.decode(plain_data.encode(dataset.state_dict()))
+    except plain_data.NotPlainError:
         return None
 
 
@@ -233,23 +237,6 @@ def _loses_samples(dataset: Any) -> bool:
         remaining += getattr(layer, "ex_iterables", [layer.ex_iterable] if hasattr(layer, "ex_iterable") else [])
     names = " ".join(type(layer).__name__ for layer in remaining)
     return getattr(dataset._formatting, "is_table", False) or "Buffer" in names or "Concatenated" in names
-
-
-def _plain(value: Any) -> Any:
-    """Return a copy of plain data: a dataset may change its state later, while a checkpoint waits to be written.
-
-    Raises:
-        TypeError: the value has an object of another type, which checkpoints can't have.
-    """
-    if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    if isinstance(value, Tensor):
-        return value.clone()
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return value
-    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class BatchReader(Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, request: Request) -> Any:
+        # torch's own collate function stacks rows, so that reading them at once has the same result.
         if is_default_collate(self._collate):
             batch = collated_rows(self._dataset, request.samples)
             if batch is not None:  # nothing draws random numbers here, so seeds are not needed

@@ -111,6 +111,7 @@ class Iterable:
         source = self._dataset, self._plan, self._collate
         _, dealing, seeks, _ = reading
         self._stream = WholeStream(*source, seeks) if dealing is None else ShardedStream(*source, dealing, seeks)
+        # batch_size=None: the stream yields batches, and the DataLoader is to collect no samples.
         self._loader: DataLoader[Any] = DataLoader(
             self._stream, batch_size=None, collate_fn=as_is, generator=self._generator, **self._settings
         )
@@ -285,6 +286,7 @@ class Iterable:
                 "all unless it is sharded: pass sharded=True if the dataset yields a different part on each rank and "
                 f"worker. Otherwise {_DRAW}."
             )
+        # A digest of 0 is none: no rank has samples.
         are_equal = len(set(digests)) == 1 and digests[0]
         if are_equal and self._reading.dealing is not None and self._plan.world_size <= self._reading.dealing.parts:
             self._warn(

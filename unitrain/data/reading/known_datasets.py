@@ -69,6 +69,7 @@ def collated_rows(dataset: Any, samples: list[int]) -> list[Tensor] | None:
     if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
         return None
     index = torch.tensor(samples)  # of another dtype if an index is no int, which index_select would round
+    # A TensorDataset takes negative indices, and index_select does not.
     if index.dtype != torch.int64 or min(samples) < 0 or max(samples) >= min(map(len, dataset.tensors)):
         return None
     return [tensor.index_select(0, index) for tensor in dataset.tensors]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import tee
+from collections.abc import Iterable, Iterator
+from itertools import islice, tee
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from unitrain.data.order.samplers import Epoch, Orders
-from unitrain.data.order.sharding import BatchPlan, EpochPlan, MicroBatch
+from unitrain.data.order.sharding import MicroBatch, Plan
 from unitrain.data.reading.fetching import BatchReader, Collate, Request, as_is
 from unitrain.data.reading.workers import with_deaths_explained
 from unitrain.rng import derived_seed, sample_seeds
 
 # Number of positions that are looked up at once: one by one, an index costs a hundred times as much.
 _LOOK_UP = 2**15
+_LARGE_BATCH = 2**10
 
 
 class MapStyle:
@@ -46,7 +47,7 @@ class MapStyle:
             **settings,
         )
 
-    def plan(self, seed: int, number: int) -> EpochPlan | BatchPlan:
+    def plan(self, seed: int, number: int) -> Plan:
         """Return the plan of a whole epoch. It may draw from a sampler: see ``Orders.epoch``."""
         return self._orders.epoch(seed, number, 0).plan
 
@@ -103,8 +104,10 @@ def requests(epoch: Epoch, micro_batches: Iterable[MicroBatch], seed: int | None
         number: of the epoch.
     """
     plan = epoch.plan
-    # A division looks samples up for each window anyway.
-    for gathered in _gathered(micro_batches, _LOOK_UP if plan.division is None else 1):
+    # A division looks samples up for each window anyway. A batch sampler's batches may have any size.
+    most = 1 if plan.division is not None else max(1, _LOOK_UP // (plan.global_batch or _LARGE_BATCH))
+    coming = iter(micro_batches)
+    while gathered := list(islice(coming, most)):
         positions = np.concatenate([micro_batch.positions(plan.part) for micro_batch in gathered])
         samples = epoch.order.take(positions)
         indices = samples.tolist()
@@ -116,17 +119,3 @@ def requests(epoch: Epoch, micro_batches: Iterable[MicroBatch], seed: int | None
         for micro_batch in gathered:
             part = slice(begin, begin := begin + max(1, micro_batch.count))  # a stand-in has one sample
             yield Request(indices[part], seeds and seeds[part])
-
-
-def _gathered(micro_batches: Iterable[MicroBatch], most: int) -> Iterator[Sequence[MicroBatch]]:
-    """Yield micro-batches in groups of about ``most`` samples."""
-    gathered: list[MicroBatch] = []
-    samples = 0
-    for micro_batch in micro_batches:
-        gathered.append(micro_batch)
-        samples += max(1, micro_batch.count)
-        if samples >= most:
-            yield gathered
-            gathered, samples = [], 0
-    if gathered:
-        yield gathered

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch.utils.data import default_collate
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.data.order.samplers import Orders, Plan
-from unitrain.data.order.sharding import BatchPlan, EpochPlan
+from unitrain.data.order.samplers import Orders
+from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
 from unitrain.data.reading.iterable import Iterable, is_sharded
 from unitrain.data.reading.map_style import MapStyle
 from unitrain.data.reading.workers import with_defaults
@@ -25,8 +23,7 @@ def make_source(
     config: StrategyConfig,
     local_world_size: int,
     given: LoaderSettings,
-    shares: tuple[int, ...],
-    seed: int,
+    plan: Plan,
 ) -> Iterable | MapStyle:
     """Return the source of a loader, which reads this rank's part of a dataset.
 
@@ -35,8 +32,7 @@ def make_source(
         config: the settings of the run.
         local_world_size: number of processes on this host, which share its cores between their workers.
         given: the arguments of the loader.
-        shares: each rank's share of the samples, in lowest terms.
-        seed: of the run.
+        plan: how each epoch is divided among steps and ranks, without the sizes that only reading tells.
 
     Raises:
         ConfigError: an argument does not go with the kind of the dataset, or with the number of ranks.
@@ -61,42 +57,20 @@ def make_source(
                 f"a sharded {type(dataset).__name__} can't be divided by batching=, since each rank knows only its own "
                 "samples: pass sharded=False if every rank can read all of it, or leave batching out."
             )
-        plan = _epoch_plan(given, ranks, config, shares, 0)
+        assert isinstance(plan, EpochPlan)  # a batch sampler was refused
         return Iterable(ranks, dataset, plan, collate, sharded=sharded, shards=given.shards, settings=settings)
     if given.sharded is not None:
         raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
     if given.shards is not None:
         raise ConfigError("shards is for sharded iterable datasets only: others are the same on any number of ranks.")
-    orders = _orders(given, ranks, config, shares)
+    sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
+    orders = Orders(plan, shuffle=given.shuffle, sampler=sampler, most=max(_MOST_INDICES, 16 * len(dataset)))
     source = MapStyle(dataset, orders, collate, seeded=given.sample_seeding, settings=settings)
-    _check_batches(source.plan(seed, 0), given)
+    _check_batches(source.plan(config.seed, 0), given)
     return source
 
 
-def _orders(given: LoaderSettings, ranks: Communicator, config: StrategyConfig, shares: tuple[int, ...]) -> Orders:
-    """Return the epochs of a map-style dataset."""
-    samples = len(given.dataset)
-    plan: Plan
-    if given.batch_sampler is not None:
-        plan = BatchPlan((), config.accumulate, ranks.rank, ranks.world_size, shares=shares, division=given.division)
-    else:
-        plan = _epoch_plan(given, ranks, config, shares, samples)
-    sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
-    most = max(_MOST_INDICES, 16 * samples)
-    return Orders(plan, shuffle=given.shuffle, sampler=sampler, most=most)
-
-
-def _epoch_plan(
-    given: LoaderSettings, ranks: Communicator, config: StrategyConfig, shares: tuple[int, ...], samples: int
-) -> EpochPlan:
-    """Return the plan of an epoch with batches of one size. The number of samples may not be known yet."""
-    accumulate = given.micro_batches(shares, config.accumulate)
-    per_step = given.samples_per_step(ranks.world_size, accumulate)
-    plan = EpochPlan(samples, per_step, accumulate, ranks.rank, ranks.world_size, given.drop_last, shares=shares)
-    return replace(plan, division=given.division)
-
-
-def _check_batches(planned: EpochPlan | BatchPlan, given: LoaderSettings) -> None:
+def _check_batches(planned: Plan, given: LoaderSettings) -> None:
     # At once, and not when a script has trained for nothing: an epoch of no steps raises no other error.
     if planned.steps:
         return

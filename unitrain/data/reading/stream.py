@@ -94,6 +94,7 @@ class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         seed, epoch, start = self._position.tolist()
         if callable(getattr(self._dataset, "set_epoch", None)):
+            # The copy in a worker, which no call of the script reaches.
             self._dataset.set_epoch(epoch)
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)

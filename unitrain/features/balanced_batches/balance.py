@@ -31,7 +31,7 @@ _EXACT = 1e-3  # the bound is at most so much larger than it need be, in proport
 
 @dataclass(frozen=True)
 class Balance(Division):
-    """Divides by what samples cost, and by how the cost of a micro-batch follows from that."""
+    """Divides by the costs of samples, and by how the cost of a micro-batch follows from them."""
 
     costs: Costs
     padded: bool
@@ -91,11 +91,14 @@ class Balance(Division):
         """
         costs = self.costs(samples)
         self.check(costs, first)
+        # Stable, so that all ranks sort equal costs alike, whatever numpy they have.
         falling = np.argsort(-costs, kind="stable")
         owners = self._owners(costs[falling], cuts, shares)
         sizes = np.bincount(owners, minlength=len(shares))
         parts = np.split(falling[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
+        # Each rank needs a part in the last micro-batch, an empty one if the samples run out.
         parts += [falling[:0]] * (-len(parts) % len(shares))
+        # Within a part, samples keep the order of the epoch.
         positions = [first + np.sort(part) for part in parts]
         return [positions[begin : begin + len(shares)] for begin in range(0, len(parts), len(shares))]
 
@@ -103,16 +106,16 @@ class Balance(Division):
         """Return the part of each sample, given their falling costs."""
         split = _split_padded if self.padded else _split_sums
         if self.most is None:
-            found = split(costs, list(shares) * cuts, np.inf)
-            assert found is not None
-            return found
+            owners = split(costs, list(shares) * cuts, np.inf)
+            assert owners is not None  # without a bound, any split will do
+            return owners
         least = int(costs.sum() / (self.most * sum(shares)))  # parts can't be filled better than that
         tries = (split(costs, list(shares) * number, self.most) for number in count(max(1, least)))
-        return next(found for found in tries if found is not None)
+        return next(owners for owners in tries if owners is not None)
 
 
 def costs_by(function: Callable[[Any], float], samples: Iterable[Any]) -> NDArray[np.float64]:
-    """Return what a function says that each sample costs."""
+    """Return the cost of each sample, as a function of the script gives it."""
     return np.fromiter(map(function, samples), np.float64)
 
 
@@ -134,14 +137,14 @@ def _split_padded(lengths: NDArray[np.float64], shares: Sequence[int], most: flo
         return sizes if begin == samples else None
 
     low, high = 0.0, min(most, 1.001 * lengths[0] * -(-samples // parts))  # enough for parts of one size
-    found = filled(high)
-    if found is None:
+    best = filled(high)
+    if best is None:
         return None
     while high - low > _EXACT * high:
         bound = (low + high) / 2
         sizes = filled(bound)
-        low, high, found = (bound, high, found) if sizes is None else (low, bound, sizes)
-    return np.repeat(np.arange(len(found)), found)
+        low, high, best = (bound, high, best) if sizes is None else (low, bound, sizes)
+    return np.repeat(np.arange(len(best)), best)
 
 
 def _split_sums(costs: NDArray[np.float64], shares: Sequence[int], most: float) -> NDArray[np.int64] | None:

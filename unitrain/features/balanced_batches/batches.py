@@ -84,7 +84,9 @@ class BalancedBatches:
                 f"{self._name} must have a number for each of the {samples} samples, but has shape "
                 f"{list(values.shape)}."
             )
+        # The ranks compare it, since each divides the global batches by itself.
         digest = hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
         balance = Balance(values.__getitem__, digest=digest, **self._options)
+        # Now, and not when the first epoch comes to the sample: all lengths are known.
         balance.check(values)
         return balance

@@ -52,6 +52,7 @@ class SortedWindows:
         batch = self.global_batch
         samples = self.order.take(np.arange(begin, min(begin + size, self.samples)))
         whole = len(samples) // batch * batch
+        # Stable, so that all ranks sort equal lengths alike, whatever numpy they have.
         falling = np.argsort(-self.lengths(samples[:whole]), kind="stable").reshape(-1, batch)
         batches = falling[Shuffled(len(falling), self.seed, begin // size).take(np.arange(len(falling)))]
         return np.concatenate((samples[batches.ravel()], samples[whole:]))

@@ -91,6 +91,7 @@ def _out_of_memory(devices: tuple[torch.device, ...], attempt: Callable[[int], o
     message = ""
     try:
         attempt(size)
+        # The host runs ahead: an error of a kernel is raised only here.
         for gpu in gpus:
             torch.accelerator.synchronize(gpu)
     except Exception as error:

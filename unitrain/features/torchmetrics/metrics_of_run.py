@@ -41,6 +41,7 @@ class MetricsOfRun(Feature):
 
         @functools.wraps(sync)
         def checked(metric: Any, *args: Any, should_sync: bool = True, **chosen: Any) -> None:
+            # With arguments, or another function, the script synchronises the metric by itself.
             unknown = metric.distributed_available_fn is default and not args and not any(chosen.values())
             if should_sync and unknown:
                 raise UsageError(

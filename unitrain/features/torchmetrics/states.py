@@ -22,12 +22,12 @@ _MERGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dim_zero_sum": torch.add,
     "dim_zero_max": torch.maximum,
     "dim_zero_min": torch.minimum,
-    "dim_zero_cat": lambda one, other: torch.cat([one, other]),
+    "dim_zero_cat": lambda first, second: torch.cat([first, second]),
 }
 
 
 class MetricStates(StatePart):
-    """What the metrics among a checkpoint's modules, and within them, have accumulated on each rank.
+    """The states of the metrics among a checkpoint's modules, and within them, as each rank has accumulated them.
 
     Args:
         communicator: the communicator of this process.
@@ -61,14 +61,14 @@ class MetricStates(StatePart):
         metrics = self._metrics
         if not metrics:
             return None
-        own = {
+        states = {
             name: {
                 "updates": metric.update_count,
                 "states": {state: getattr(metric, state) for state in metric._reductions},
             }
             for name, metric in metrics.items()
         }
-        return [of_rank(self._ranks, rank, own) for rank in range(self._ranks.world_size)]
+        return [of_rank(self._ranks, rank, states) for rank in range(self._ranks.world_size)]
 
     def check(self, outline: list[Any], *, force: bool) -> None:
         """Raise CheckpointError if the saved metrics are others, or can't be divided among another number of ranks.
@@ -99,7 +99,8 @@ class MetricStates(StatePart):
         self._loaded = [name for name in metrics if name not in reasons]
 
     def load(self, saved: SavedState) -> None:
-        """Reset the metrics, and load what the ranks had saved. States of fewer ranks are merged. Collective."""
+        """Reset the metrics, and load the saved states, merged if they are of more ranks than there are. Collective."""
+        # With fewer ranks than saved the states, each rank takes over several.
         mine = range(self._ranks.rank, len(saved.outline), self._ranks.world_size)
         states = saved.receive(new=needed(lambda path: path[0] in mine))
         for name, metric in self._metrics.items():
@@ -108,8 +109,9 @@ class MetricStates(StatePart):
                 theirs = states[rank][name]
                 for state, value in theirs["states"].items():
                     value = _moved(value, metric.device)
-                    before = getattr(metric, state)
-                    setattr(metric, state, value if number == 0 else _merged(metric._reductions[state], before, value))
+                    if number:  # this rank takes over the states of several
+                        value = _merged(metric._reductions[state], getattr(metric, state), value)
+                    setattr(metric, state, value)
                 metric._update_count += theirs["updates"]
 
 
@@ -138,8 +140,8 @@ def _indivisible(metric: Any) -> str:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return [one.to(device) for one in value] if isinstance(value, list) else value.to(device)
+    return [tensor.to(device) for tensor in value] if isinstance(value, list) else value.to(device)
 
 
-def _merged(reduction: Any, one: Any, other: Any) -> Any:
-    return one + other if isinstance(one, list) else _MERGED[reduction.__name__](one, other)
+def _merged(reduction: Any, first: Any, second: Any) -> Any:
+    return first + second if isinstance(first, list) else _MERGED[reduction.__name__](first, second)

@@ -13,17 +13,12 @@ from torch import Tensor, nn
 
 import unitrain
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.gathering import gather_rows
 from unitrain.data.loop import CurrentBatch
 from unitrain.errors import UsageError, by_rank
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
 
 M = TypeVar("M")
-
-# torchmetrics' functions that reduce states, in which a rank without samples changes nothing. In a mean its state
-# would count, and in formulas for the states of all ranks, such as a correlation's, it makes NaN.
-_NEUTRAL = {"dim_zero_sum", "dim_zero_max", "dim_zero_min"}
 
 
 def synchronise_metric(metric: M, strategy: unitrain.Strategy) -> M:
@@ -67,25 +62,23 @@ class _Synchronisation(Feature):
 
     def plug_in(self, sockets: Sockets) -> None:
         """Give the metrics the communicator, and the batch that the script works on."""
-        _synchronise(self._modules, self._metrics, sockets.communicator, sockets.batches.current_batch)
+        communicator, current_batch = sockets.communicator, sockets.batches.current_batch
 
+        def synchronise_states(self: Any, dist_sync_fn: object = None, process_group: object = None) -> None:
+            for name, state in _synchronised(self, communicator).items():
+                setattr(self, name, state)
 
-def _synchronise(
-    modules: list[Any], metrics: list[Any], communicator: Communicator, current_batch: CurrentBatch
-) -> None:
-    def synchronise_states(self: Any, dist_sync_fn: object = None, process_group: object = None) -> None:
-        for name, state in _synchronised(self, communicator).items():
-            setattr(self, name, state)
-
-    for each in metrics:
-        each.distributed_available_fn = lambda: communicator.world_size > 1
-        each._sync_dist = MethodType(synchronise_states, each)
-        _leave_stand_ins_out(each, current_batch)
-    for module in modules:
-        if isinstance(module, nn.ModuleDict) and hasattr(module, "compute_groups"):
-            # A MetricCollection, which groups metrics that its first update made equal.
-            module.update = _unless_stand_in(module.update, current_batch)  # type: ignore[method-assign]
-    modules[0].to(communicator.device)
+        for metric in self._metrics:
+            metric.distributed_available_fn = lambda: communicator.world_size > 1
+            # In place of torchmetrics' own, which calls a function for one tensor after the other: ranks with lists of
+            # different lengths would call it in different numbers.
+            metric._sync_dist = MethodType(synchronise_states, metric)
+            _leave_stand_ins_out(metric, current_batch)
+        for module in self._modules:
+            if isinstance(module, nn.ModuleDict) and hasattr(module, "compute_groups"):
+                # A MetricCollection, which groups metrics that its first update made equal.
+                module.update = _unless_stand_in(module.update, current_batch)  # type: ignore[method-assign]
+        self._modules[0].to(communicator.device)
 
 
 def _is_metric(module: Any) -> bool:
@@ -144,33 +137,27 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
     """
     reductions = metric._reductions
     states = {name: getattr(metric, name) for name in reductions}
-    lists = {name for name, state in states.items() if isinstance(state, list)}
-    # torchmetrics' function for a list of tensors that are concatenated.
-    rows: dict[str, Tensor] = {
-        name: reductions[name](states[name]) if states[name] else torch.empty(0, device=metric.device)
-        for name in lists
-        if getattr(reductions[name], "__name__", "") == "dim_zero_cat"
-    }
-    forms = {name: (tensor.dtype, tensor.shape) for name, tensor in rows.items() if len(tensor)}
-    # One exchange of everything that ranks may have in another form. Tensors of one form follow, in collectives.
-    described = (forms, {name: states[name] for name in lists - rows.keys()}, _is_used(metric, states))
-    ranks = communicator.all_gather_object(described)
-    used = [rank for rank, (*_, is_used) in enumerate(ranks) if is_used] or list(range(len(ranks)))
-    gathered: dict[str, Any] = {}
     for name, state in states.items():
-        if name in rows:
-            gathered[name] = _gathered_rows(rows[name], [form.get(name) for form, *_ in ranks], communicator, name)
-            continue
-        if name in lists:
+        if isinstance(state, list) and state and getattr(reductions[name], "__name__", "") == "dim_zero_cat":
+            states[name] = [reductions[name](state)]  # to send one tensor instead of one for each update
+    # A single exchange, as objects: ranks may have lists of different lengths, and tensors of different shapes.
+    ranks = communicator.all_gather_object((states, _is_used(metric, states)))
+    # A rank without samples would count in a mean, and makes NaN of a formula for all ranks, such as a correlation's.
+    used = [theirs for theirs, is_used in ranks if is_used] or [theirs for theirs, _ in ranks]
+    synchronised: dict[str, Any] = {}
+    for name, reduction in reductions.items():
+        of_ranks = [theirs[name] for theirs in used]
+        if isinstance(states[name], list):
+            if getattr(reduction, "__name__", "") == "dim_zero_cat":
+                _check_rows(name, [theirs[name] for theirs, _ in ranks])
             # One of each rank in turn, which is the order of the dataset.
-            turns = zip_longest(*([(item,) for item in items[name]] for _, items, _ in ranks), fillvalue=())
+            turns = zip_longest(*([(item,) for item in items] for items in of_ranks), fillvalue=())
             value: Any = [_moved(item, metric) for turn in turns for entry in turn for item in entry]
         else:
-            value = communicator.all_gather(state)
-            if getattr(reductions[name], "__name__", "") not in _NEUTRAL:
-                value = value[used]
-        gathered[name] = value if reductions[name] is None else reductions[name](value)
-    return gathered
+            value = torch.stack([_moved(state, metric) for state in of_ranks])
+        # Reductions can't concatenate nothing, if no rank has rows.
+        synchronised[name] = value if reduction is None or not len(value) else reduction(value)
+    return synchronised
 
 
 def _is_used(metric: Any, states: dict[str, Any]) -> bool:
@@ -183,30 +170,17 @@ def _is_used(metric: Any, states: dict[str, Any]) -> bool:
     )
 
 
-def _gathered_rows(
-    rows: Tensor, forms: Sequence[tuple[torch.dtype, torch.Size] | None], communicator: Communicator, name: str
-) -> Tensor | list[Tensor]:
-    """Return the rows of all ranks in the order of ranks; an empty list if no rank has any. Collective.
+def _check_rows(name: str, of_ranks: Sequence[list[Tensor]]) -> None:
+    """Raise UsageError if the rows of a state differ between ranks in dtype or shape, so that they can't be joined.
 
     Args:
-        rows: of this rank, of shape (rows, ...). Ranks may have different numbers of them.
-        forms: dtype and shape on each rank; None for a rank without rows.
-        communicator: gathers the rows.
-        name: of the state, for messages.
-
-    Raises:
-        UsageError: rows differ between ranks in dtype or shape; on every rank.
+        name: of the state, for the message.
+        of_ranks: the rows of each rank, in a list of one tensor; an empty list for a rank without rows.
     """
-    kinds = {(form[0], form[1][1:]) for form in forms if form}
-    if not kinds:
-        return []
-    if len(kinds) > 1:
-        described = by_rank((rank, f"{form[0]}{list(form[1])}") for rank, form in enumerate(forms) if form)
+    rows = [(rank, tensor) for rank, tensors in enumerate(of_ranks) for tensor in tensors]
+    if len({(tensor.dtype, tensor.shape[1:]) for _, tensor in rows}) > 1:
+        described = by_rank((rank, f"{tensor.dtype}{list(tensor.shape)}") for rank, tensor in rows)
         raise UsageError(f"the state {name} of a metric has rows of different dtypes or shapes: {described}.")
-    if not len(rows):
-        dtype, row = kinds.pop()
-        rows = rows.new_empty((0, *row), dtype=dtype)
-    return gather_rows(communicator, rows, [form[1][0] if form else 0 for form in forms])
 
 
 def _moved(item: Any, metric: Any) -> Any:

@@ -14,6 +14,7 @@ from unitrain.testing.worlds import World
 @duty(needs=lambda world: world.processes == 2, ending=r"rank 1 on \S+ \(pid \d+\) is in user code")
 def collective_of_one_rank(world: World) -> None:
     """A rank that waits in a collective for another ends within timeout_s, and its error says where the other is."""
+    # Not closed at the end of a block: closing would wait for the other rank.
     strategy = world.open(timeout_s=3)
     if strategy.rank == 0:
         strategy.all_reduce(torch.ones(1))

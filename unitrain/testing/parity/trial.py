@@ -34,6 +34,7 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
         torch.set_num_threads(1)  # as in the plain loop: sums have one order
         model, optimizer, scheduler = strategy.prepare(*build(case))
         trace.watch(optimizer, strategy.full_tensor)
+        # In the order of the dataset, which the plain loop takes, too.
         loader = strategy.dataloader(Digits(case.samples), global_batch_size=case.global_batch)
         samples: list[int] = []
         for _ in loader.epochs(case.steps):
