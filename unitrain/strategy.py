@@ -39,7 +39,7 @@ from unitrain.training.models import batch_norm, preparation
 from unitrain.training.models.buffers import BufferSync
 from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
-from unitrain.training.models.precision import Precision
+from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
 
@@ -70,6 +70,7 @@ class Strategy:
         self._backend = made = backend(config, launch, pick_device(config.device, launch))
         self.device: torch.device = made.device
         self.devices: tuple[torch.device, ...] = made.devices
+        check_precision(config.precision, self.device)
         self._communicator, self._job = join(made, config, launch)
         self.rank: int = self._communicator.rank
         self.world_size: int = self._communicator.world_size

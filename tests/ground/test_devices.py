@@ -27,7 +27,7 @@ from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.initialize import choose_backend
 from unitrain.launch.detect import Launch
 from unitrain.module_copy import move_foreign
-from unitrain.training.models.precision import Precision
+from unitrain.training.models.precision import check_precision
 
 ddp_devices: Any = import_module("unitrain.backends.process_group.devices")
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_a_device_without_float64_serves_one_process_and_float32(host: Any) -> N
     with pytest.raises(ConfigError, match=r"mps has no float64, .* train in one process, or on device cpu"):
         pick_device("auto", Launch("torchrun", world_size=2))
     with pytest.raises(ConfigError, match="precision is fp64, which meta lacks"):
-        Precision("fp64", torch.device("meta"))
+        check_precision("fp64", torch.device("meta"))
 
 
 def test_auto_takes_one_device_where_data_parallel_supports_none(host: Any) -> None:

@@ -83,6 +83,12 @@ def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, A
     return _to_double(args), _to_double(kwargs)
 
 
+def check_precision(name: PrecisionName, device: torch.device) -> None:
+    """Raise ConfigError if the device does not support a precision. Called before the job is joined."""
+    if name == "fp64" and precise(device) != device:
+        raise ConfigError(f"precision is fp64, which {device.type} lacks: set it to fp32, or device to cpu.")
+
+
 class Precision(ModulePass):
     """The precision of a run: fp32, fp64, or float32 weights with autocast to bf16 or fp16.
 
@@ -93,9 +99,6 @@ class Precision(ModulePass):
 
     Attributes:
         scaler: the GradScaler of fp16, else None.
-
-    Raises:
-        ConfigError: the device has no float64, for fp64.
     """
 
     place = 40
@@ -105,8 +108,6 @@ class Precision(ModulePass):
         self._name = name
         self._dtype = HALF_DTYPES.get(name)
         self.scaler: torch.amp.GradScaler | None = None
-        if name == "fp64" and precise(device) != device:
-            raise ConfigError(f"precision is fp64, which {device.type} lacks: set it to fp32, or device to cpu.")
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type) if sharded is None else ShardedScaler(sharded)
 
