@@ -94,13 +94,9 @@ def test_trainjob(expected: Weights, tmp_path: Path) -> None:
 def train_in_pods(command: list[str], processes: object) -> None:
     """Run the command of a container in two pods, with the variables that an operator sets for torchrun."""
     given = {
-        "PET_NNODES": "2",
-        "PET_NPROC_PER_NODE": str(processes),
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "PATH": path(),
-    }
+        "PET_NNODES": "2", "PET_NPROC_PER_NODE": str(processes), "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PATH": path(),
+    }  # fmt: skip
     environ = {**os.environ, **given}
     pods = [subprocess.Popen(command, env={**environ, "PET_NODE_RANK": rank, "RANK": rank}) for rank in "01"]
     assert [pod.wait(120) for pod in pods] == [0, 0]
@@ -214,13 +210,9 @@ def test_ray(killed_at: str | None, expected: Weights, tmp_path: Path) -> None:
     driver = tmp_path / "on_ray.py"
     driver.write_text(text.replace("num_workers=16, use_gpu=True", "num_workers=2, use_gpu=False"))
     environ = {
-        **os.environ,
-        "RAY_TMPDIR": "/tmp",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-    }
+        **os.environ, "RAY_TMPDIR": "/tmp", "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0",
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(driver)], cwd=tmp_path, env=environ,
         capture_output=True, text=True, check=False, timeout=280,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset, TensorDataset
 
 import unitrain
 from unitrain import Strategy
@@ -33,6 +34,7 @@ DATA = TensorDataset(
     torch.randn(48, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(48) % 3
 )
 Mistake = Callable[["Script"], Any]
+Step = Callable[["Script", Tensor, Tensor], Any]
 MISTAKES: dict[str, tuple[dict[str, Any], Mistake]] = {}
 ELSEWHERE = {
     "calls a collective under `if strategy.is_main:`": ("faults/test_ends.py", "test_a_collective_that_only_one_calls"),
@@ -54,6 +56,16 @@ def mistake(row: str, **settings: Any) -> Callable[[Mistake], Mistake]:
     return record
 
 
+def mistake_in_step(row: str, **settings: Any) -> Callable[[Step], Step]:
+    """Record the step of a row, with which a script trains."""
+
+    def record(step: Step) -> Step:
+        MISTAKES[row] = settings, lambda script: script.train(partial(step, script))
+        return step
+
+    return record
+
+
 class Script:
     """A script, of which a mistake changes a part."""
 
@@ -64,6 +76,7 @@ class Script:
         self.optimizer: Optimizer = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scheduler: Any = StepLR(self.optimizer, 4, gamma=0.5)
         self.original = self.model
+        self.steps = 0
 
     def prepare(self) -> None:
         self.model, self.optimizer = self.strategy.prepare(self.model, self.optimizer)
@@ -74,218 +87,110 @@ class Script:
     def step(self, x: Tensor, y: Tensor) -> None:
         self.strategy.step(cross_entropy(self.model(x), y), self.optimizer, self.scheduler)
 
-    def train(self, step: Callable[..., Any] | None = None, epochs: int = 2) -> None:
+    def epoch(self, batches: Iterable[Any], step: Callable[..., Any] | None = None) -> None:
+        for x, y in batches:
+            (step or self.step)(x, y)
+
+    def epochs(self, loader: Loader, step: Callable[..., Any] | None = None) -> None:
+        for _ in loader.epochs(2):
+            self.epoch(loader, step)
+
+    def train(self, step: Callable[..., Any] | None = None) -> None:
         self.prepare()
-        loader = self.loader(shuffle=True)
-        for _ in loader.epochs(epochs):
-            for x, y in loader:
-                (step or self.step)(x, y)
+        self.epochs(self.loader(shuffle=True), step)
 
     @property
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.strategy.unwrap(self.model).parameters()]
 
 
-# ------------------------------------------------------------------------------------------------------- the mistakes
+# ------------------------------------------------------------------------------------------------- in the step
 
 
-@mistake("calls `optimizer.step()` itself")
-def own_step(script: Script) -> None:
-    def step(x: Tensor, y: Tensor) -> None:
-        cross_entropy(script.model(x), y).backward()  # type: ignore[no-untyped-call]
-        script.optimizer.step()
-
-    script.train(step)
+@mistake_in_step("calls `optimizer.step()` itself")
+def own_step(script: Script, x: Tensor, y: Tensor) -> None:
+    cross_entropy(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+    script.optimizer.step()
 
 
-@mistake("calls `loss.backward()` before `strategy.step`")
-def own_backward(script: Script) -> None:
-    def step(x: Tensor, y: Tensor) -> None:
-        loss = cross_entropy(script.model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        script.strategy.step(loss, script.optimizer)
-
-    script.train(step)
+@mistake_in_step("calls `loss.backward()` before `strategy.step`")
+def own_backward(script: Script, x: Tensor, y: Tensor) -> None:
+    loss = cross_entropy(script.model(x), y)
+    loss.backward()  # type: ignore[no-untyped-call]
+    script.strategy.step(loss, script.optimizer)
 
 
-@mistake("calls `optimizer.zero_grad()` before each step")
-def own_zero_grad(script: Script) -> None:
-    def step(x: Tensor, y: Tensor) -> None:
-        script.optimizer.zero_grad()
-        script.step(x, y)
-
-    script.train(step)
+@mistake_in_step("calls `optimizer.zero_grad()` before each step")
+@mistake_in_step("calls `optimizer.zero_grad()` within an accumulation window", accumulate=2)
+def own_zero_grad(script: Script, x: Tensor, y: Tensor) -> None:
+    script.optimizer.zero_grad()
+    script.step(x, y)
 
 
-@mistake("calls `optimizer.zero_grad()` within an accumulation window", accumulate=2)
-def zero_grad_in_window(script: Script) -> None:
-    own_zero_grad(script)
+@mistake_in_step("calls `clip_grad_norm_` before or after `strategy.step`, which clips nothing: set `clip_norm`")
+def own_clipping(script: Script, x: Tensor, y: Tensor) -> None:
+    clip_grad_norm_(script.model.parameters(), 0.01)
+    script.step(x, y)
+    clip_grad_norm_(script.model.parameters(), 0.01)
 
 
-@mistake("calls `clip_grad_norm_` before or after `strategy.step`, which clips nothing: set `clip_norm`")
-def own_clipping(script: Script) -> None:
-    def step(x: Tensor, y: Tensor) -> None:
-        clip_grad_norm_(script.model.parameters(), 0.01)
-        script.step(x, y)
-        clip_grad_norm_(script.model.parameters(), 0.01)
-
-    script.train(step)
+@mistake_in_step("calls the module that it gave to `prepare`")
+def original_called(script: Script, x: Tensor, y: Tensor) -> None:
+    script.strategy.step(cross_entropy(script.original(x), y), script.optimizer)
 
 
-def loss_of(script: Script, change: Callable[[Tensor, Tensor], Any]) -> None:
-    """Train with the loss that ``change`` makes of outputs and labels."""
-    script.train(lambda x, y: script.strategy.step(change(script.model(x), y), script.optimizer))
-
-
-@mistake("divides the loss by `accumulate`", accumulate=4)
-def divided_by_accumulate(script: Script) -> None:
-    loss_of(script, lambda out, y: cross_entropy(out, y) / 4)
-
-
-@mistake("divides the loss by the number of processes")
-def divided_by_world(script: Script) -> None:
-    loss_of(script, lambda out, y: cross_entropy(out, y) / script.strategy.world_size)
-
-
-@mistake("scales the loss with a `GradScaler`")
-def scaled(script: Script) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    loss_of(script, lambda out, y: scaler.scale(cross_entropy(out, y)))
-
-
-@mistake("has class weights in its loss, without `weight=`")
-def class_weights(script: Script) -> None:
-    loss_of(script, lambda out, y: cross_entropy(out, y, torch.tensor([1.0, 2.0, 3.0]).double()))
-
-
-@mistake("ignores targets with `ignore_index`, without `weight=`")
-def ignored_targets(script: Script) -> None:
-    loss_of(script, lambda out, y: nll_loss(out, torch.where(y == 2, -100, y)))
-
-
-@mistake('passes a loss of each sample (`reduction="none"`)')
-def loss_per_sample(script: Script) -> None:
-    loss_of(script, lambda out, y: cross_entropy(out, y, reduction="none"))
-
-
-@mistake('passes a loss that is a sum (`reduction="sum"`)')
-def loss_that_is_a_sum(script: Script) -> None:
-    loss_of(script, lambda out, y: cross_entropy(out, y, reduction="sum"))
-
-
-@mistake("passes `loss.item()`")
-def loss_as_float(script: Script) -> None:
-    loss_of(script, lambda out, y: cross_entropy(out, y).item())
-
-
-@mistake("passes a detached loss")
-def detached_loss(script: Script) -> None:
-    loss_of(script, lambda out, y: cross_entropy(out.detach(), y))
-
-
-@mistake("calls the module that it gave to `prepare`")
-def original_called(script: Script) -> None:
-    script.train(lambda x, y: script.strategy.step(cross_entropy(script.original(x), y), script.optimizer))
-
-
-@mistake("uses an attribute of the module on what `prepare` returned")
-def attribute_of_wrapper(script: Script) -> None:
-    script.prepare()
-    assert script.model.in_features == 4
-
-
-@mistake("wraps the model in `DistributedDataParallel` first")
-def own_ddp(script: Script) -> None:
-    script.model = DistributedDataParallel(script.model)
-    script.prepare()
-
-
-@mistake("does not prepare the model")
-def unprepared(script: Script) -> None:
-    for x, y in script.loader():
+@mistake_in_step("skips `strategy.step` for a micro-batch of an accumulation window", accumulate=2)
+def skipped(script: Script, x: Tensor, y: Tensor) -> None:
+    script.steps += 1
+    if script.steps != 3:
         script.step(x, y)
 
 
-@mistake("prepares the model alone, and steps with its optimizer")
-def optimizer_unprepared(script: Script) -> None:
-    script.model = script.strategy.prepare(script.model)
-    loader = script.loader(shuffle=True)
-    for _ in loader.epochs(2):
-        for x, y in loader:
-            script.step(x, y)
+@mistake_in_step("calls `scheduler.step()` in the loop, and passes it to `strategy.step`")
+def stepped_twice(script: Script, x: Tensor, y: Tensor) -> None:
+    script.step(x, y)
+    script.scheduler.step()
 
 
-@mistake("prepares an optimizer of another model (a copy, say)")
-def optimizer_of_a_copy(script: Script) -> None:
-    script.optimizer = SGD(nn.Linear(4, 3).double().parameters(), lr=0.1)
-    script.prepare()
+LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "divides the loss by `accumulate`": lambda out, y: cross_entropy(out, y) / 4,
+    "divides the loss by the number of processes": lambda out, y: cross_entropy(out, y) / 2,
+    "scales the loss with a `GradScaler`": lambda out, y: torch.amp.GradScaler("cpu").scale(cross_entropy(out, y)),
+    "has class weights in its loss, without `weight=`": lambda out, y: cross_entropy(
+        out, y, torch.arange(1.0, 4).double()
+    ),
+    "ignores targets with `ignore_index`, without `weight=`": lambda out, y: nll_loss(
+        out, torch.where(y == 2, -100, y)
+    ),
+    'passes a loss of each sample (`reduction="none"`)': partial(cross_entropy, reduction="none"),
+    'passes a loss that is a sum (`reduction="sum"`)': partial(cross_entropy, reduction="sum"),
+    "passes `loss.item()`": lambda out, y: cross_entropy(out, y).item(),
+    "passes a detached loss": lambda out, y: cross_entropy(out.detach(), y),
+}
 
 
-@mistake("makes the optimizer before `prepare`, and does not pass it, under fsdp", backend="fsdp", device="cpu")
-def optimizer_before_shards(script: Script) -> None:
-    optimizer_unprepared(script)
+def step_with(loss: Callable[[Tensor, Tensor], Any], script: Script, x: Tensor, y: Tensor) -> None:
+    script.strategy.step(loss(script.model(x), y), script.optimizer)
 
 
-@mistake("draws the initial weights from another seed on each rank")
-def seeded_by_rank(script: Script) -> None:
-    with torch.no_grad():
-        for p in script.model.parameters():
-            p.add_(script.strategy.rank)
-    script.train()
+for _row, _loss in LOSSES.items():
+    mistake_in_step(_row, accumulate=4 if "accumulate" in _row else 1)(partial(step_with, _loss))
 
 
-@mistake("trains with LBFGS")
-def lbfgs(script: Script) -> None:
-    script.optimizer = torch.optim.LBFGS(script.model.parameters())
-    script.prepare()
+# -------------------------------------------------------------------------------------------------- in one call
 
-
-@mistake("has an `nn.Embedding` with `max_norm`")
-def max_norm(script: Script) -> None:
-    script.strategy.prepare(nn.Embedding(4, 2, max_norm=1.0))
-
-
-@mistake("calls `unitrain.init` twice")
-def two_strategies(script: Script) -> None:
-    unitrain.init(backend="ddp")
-
-
-@mistake("passes a `DataLoader` to `prepare`")
-def prepared_data(script: Script) -> None:
-    script.strategy.prepare(script.model, DataLoader(DATA))
-
-
-@mistake("passes a `DataLoader` to `strategy.dataloader`: its `batch_size` is per process")
-def data_loader_given(script: Script) -> None:
-    script.prepare()
-    loader = script.strategy.dataloader(DataLoader(DATA, 6, shuffle=True))
-    for _ in loader.epochs(2):
-        for x, y in loader:
-            script.step(x, y)
-
-
-@mistake("trains on a shuffled torch `DataLoader`")
-def plain_data_loader(script: Script) -> None:
-    script.prepare()
-    for x, y in DataLoader(DATA, 6, shuffle=True):
-        script.step(x, y)
-
-
-@mistake("computes the same batches on all ranks")
-def same_batches(script: Script) -> None:
-    script.prepare()
-    for start in range(0, 48, 12):
-        script.step(*DATA[start : start + 12])
-
-
-@mistake("passes a `DistributedSampler`")
-def distributed_sampler(script: Script) -> None:
-    script.loader(sampler=DistributedSampler(DATA, 2, script.strategy.rank))
-
-
-@mistake("calls `set_epoch` of a loader")
-def set_epoch(script: Script) -> None:
-    script.loader().set_epoch(1)
+CALLS: dict[str, Mistake] = {
+    "has an `nn.Embedding` with `max_norm`": lambda script: script.strategy.prepare(nn.Embedding(4, 2, max_norm=1.0)),
+    "does not prepare the model": lambda script: script.epoch(script.loader()),
+    "calls `unitrain.init` twice": lambda script: unitrain.init(backend="ddp"),
+    "passes a `DataLoader` to `prepare`": lambda script: script.strategy.prepare(script.model, DataLoader(DATA)),
+    "passes a `DistributedSampler`": lambda script: script.loader(
+        sampler=DistributedSampler(DATA, 2, script.strategy.rank)
+    ),
+    "calls `set_epoch` of a loader": lambda script: script.loader().set_epoch(1),
+    "calls `meter.add(value, n)` without names": lambda script: script.strategy.meter().add(1.0, 2),  # type: ignore[call-overload]
+}
+MISTAKES |= {row: ({}, call) for row, call in CALLS.items()}
 
 
 @mistake("passes another dataset on each rank")
@@ -295,34 +200,50 @@ def other_data(script: Script) -> None:
 
 @mistake("has a sampler that draws other indices on each rank")
 def other_indices(script: Script) -> None:
-    class Own(Sampler[int]):
-        def __iter__(self) -> Any:
-            return iter(torch.randperm(48, generator=torch.Generator().manual_seed(script.strategy.rank)).tolist())
-
-        def __len__(self) -> int:
-            return 48
-
-    next(iter(script.loader(sampler=Own())))
+    generator = torch.Generator().manual_seed(script.strategy.rank)
+    next(iter(script.loader(sampler=RandomSampler(DATA, generator=generator))))
 
 
-@mistake("skips `strategy.step` for a micro-batch of an accumulation window", accumulate=2)
-def skipped(script: Script) -> None:
-    taken = iter(range(100))
-
-    def step(x: Tensor, y: Tensor) -> None:
-        if next(taken) != 2:
-            script.step(x, y)
-
-    script.train(step)
+@mistake("uses an attribute of the module on what `prepare` returned")
+def attribute_of_wrapper(script: Script) -> None:
+    script.prepare()
+    assert script.model.in_features == 4
 
 
-@mistake("calls `scheduler.step()` in the loop, and passes it to `strategy.step`")
-def stepped_twice(script: Script) -> None:
-    def step(x: Tensor, y: Tensor) -> None:
-        script.step(x, y)
-        script.scheduler.step()
+@mistake("trains with LBFGS")
+def lbfgs(script: Script) -> None:
+    script.optimizer = torch.optim.LBFGS(script.model.parameters())
+    script.prepare()
 
-    script.train(step)
+
+# ---------------------------------------------------------------------------------------- models and optimizers
+
+
+@mistake("wraps the model in `DistributedDataParallel` first")
+def own_ddp(script: Script) -> None:
+    script.model = DistributedDataParallel(script.model)
+    script.prepare()
+
+
+@mistake("prepares the model alone, and steps with its optimizer")
+@mistake("makes the optimizer before `prepare`, and does not pass it, under fsdp", backend="fsdp")
+def optimizer_unprepared(script: Script) -> None:
+    script.model = script.strategy.prepare(script.model)
+    script.epochs(script.loader(shuffle=True))
+
+
+@mistake("prepares an optimizer of another model (a copy, say)")
+def optimizer_of_a_copy(script: Script) -> None:
+    script.optimizer = SGD(nn.Linear(4, 3).double().parameters(), lr=0.1)
+    script.prepare()
+
+
+@mistake("draws the initial weights from another seed on each rank")
+def seeded_by_rank(script: Script) -> None:
+    with torch.no_grad():
+        for p in script.model.parameters():
+            p.add_(script.strategy.rank)
+    script.train()
 
 
 @mistake("passes a `ReduceLROnPlateau` to `strategy.step`")
@@ -338,8 +259,7 @@ def plateau_by_rank(script: Script) -> None:
     script.prepare()
     loader = script.loader()
     for epoch in loader.epochs(3):
-        for x, y in loader:
-            script.step(x, y)
+        script.epoch(loader)
         plateau.step(epoch if script.strategy.rank else -epoch)
 
 
@@ -355,13 +275,53 @@ def weights_of_rank_0(script: Script) -> None:
     script.prepare()
     if script.strategy.is_main:
         script.strategy.unwrap(script.model).load_state_dict(nn.Linear(4, 3).double().state_dict())
-    for x, y in script.loader():
-        script.step(x, y)
+    script.epoch(script.loader())
 
 
-@mistake("calls `meter.add(value, n)` without names")
-def unnamed_counts(script: Script) -> None:
-    script.strategy.meter().add(1.0, 2)  # type: ignore[call-overload]
+@mistake("changes weights in its forward, under fsdp", backend="fsdp")
+def changed_in_forward(script: Script) -> None:
+    class Bounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    script.model = Bounded(4, 3).double()
+    script.optimizer = SGD(script.model.parameters(), lr=0.1)
+    script.train()
+
+
+@mistake("ties weights after `prepare`, under fsdp", backend="fsdp")
+def tied_late(script: Script) -> None:
+    script.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    script.optimizer = SGD(script.model.parameters(), lr=0.1)
+    script.prepare()
+    script.model[1].weight = script.model[0].weight
+    script.model(torch.ones(2, 4).double())
+
+
+# --------------------------------------------------------------------------------------------------------- data
+
+
+@mistake("passes a `DataLoader` to `strategy.dataloader`: its `batch_size` is per process")
+def data_loader_given(script: Script) -> None:
+    script.prepare()
+    script.epochs(script.strategy.dataloader(DataLoader(DATA, 6, shuffle=True)))
+
+
+@mistake("trains on a shuffled torch `DataLoader`")
+def plain_data_loader(script: Script) -> None:
+    script.prepare()
+    script.epoch(DataLoader(DATA, 6, shuffle=True))
+
+
+@mistake("computes the same batches on all ranks")
+def same_batches(script: Script) -> None:
+    script.prepare()
+    script.epoch(DATA[start : start + 12] for start in range(0, 48, 12))
+
+
+# ------------------------------------------------------------------------------------- metrics and checkpoints
 
 
 @mistake("computes a torchmetrics metric that it did not synchronise")
@@ -394,32 +354,9 @@ def range_after_resume(script: Script) -> None:
         checkpoint = script.strategy.checkpoint(script.folder, background=False, loader=loader, **objects)
         checkpoint.resume()
         for _ in range(2):
-            for x, y in loader:
-                script.step(x, y)
+            script.epoch(loader)
             checkpoint.save()
         checkpoint.close()
-
-
-@mistake("changes weights in its forward, under fsdp", backend="fsdp", device="cpu")
-def changed_in_forward(script: Script) -> None:
-    class Bounded(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.clamp_(-0.1, 0.1)
-            return super().forward(x)
-
-    script.model = Bounded(4, 3).double()
-    script.optimizer = SGD(script.model.parameters(), lr=0.1)
-    script.train()
-
-
-@mistake("ties weights after `prepare`, under fsdp", backend="fsdp", device="cpu")
-def tied_late(script: Script) -> None:
-    script.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
-    script.optimizer = SGD(script.model.parameters(), lr=0.1)
-    script.prepare()
-    script.model[1].weight = script.model[0].weight
-    script.model(torch.ones(2, 4).double())
 
 
 # ---------------------------------------------------------------------------------------------------------- the table

@@ -1,167 +1,44 @@
-"""The detection recipe: the same training under every launcher, its mAP over any number of ranks, models and files."""
+"""The detection recipe: its mAP, its models, and its files."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import run_job
-from needs import HOROVOD
-from PIL import Image
-from places import ROOT
-from ranks import run_ranks
+from recipe_runs import run_recipe
 from test_detection_data import make_coco, make_voc
 from torch import Tensor, nn
 from torchvision.models import mobilenet_v2
-from torchvision.models.detection import ssdlite320_mobilenet_v3_large
-from tqdm import tqdm
+from torchvision.models.detection import FasterRCNN, ssdlite320_mobilenet_v3_large
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.ops import MultiScaleRoIAlign
 
 import unitrain
 from unitrain import ConfigError
-from unitrain.communication.backend import backend_names
-from unitrain.recipes import detection
 from unitrain.recipes.object_detection import data as detection_data
 from unitrain.recipes.object_detection import metrics as detection_metrics
 from unitrain.recipes.object_detection import models as detection_models
 from unitrain.recipes.object_detection.data import Boxes
 
-RECIPE = ROOT / "recipes" / "detection.py"
 V2: detection_models.ModelName = "ssdlite320_mobilenet_v2"
 V3: detection_models.ModelName = "ssdlite320_mobilenet_v3_large"
 TWO_STAGE: detection_models.ModelName = "fasterrcnn_mobilenet_v3_large_320_fpn"
-FLAGS = (
-    "model", "data", "epochs", "max-steps", "batch-size", "lr", "warmup-epochs", "checkpoint-every", "profile",
-    "momentum", "weight-decay", "workers", "pretrained", "baselines", "output-dir", "resume", "force", "config",
-    "strategy.backend",
-)  # fmt: skip
-# Three steps an epoch, of 9 images: two ranks have different numbers of them.
-SHORT = (
-    "--data", "shapes:30", "--batch-size", "9", "--max-steps", "4", "--strategy.precision", "fp64",
-    "--strategy.sync-batchnorm", "true", "--output-dir", "out", "--resume", "never",
-)  # fmt: skip
-TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node")
-STARTS = {
-    "torchrun": (*TORCHRUN, "2"),
-    "torchrun 3": (*TORCHRUN, "3"),
-    "mpirun": ("mpirun", "--oversubscribe", "-np", "2", "python"),
-}
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in a folder of its own, without what torch has downloaded."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread stays for good
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     return tmp_path
 
 
-def train(monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[dict[str, Any]]:
-    """Run the recipe in this process, and return its metrics."""
-    monkeypatch.setattr(sys, "argv", ["detection.py", "--output-dir", "out", *flags])
-    detection.main()
-    return [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
-
-
-# --------------------------------------------------------------------------------------------------- the script
-
-
-def test_it_is_short_and_names_no_backend() -> None:
-    source = RECIPE.read_text()
-    assert len([line for line in source.splitlines() if line.strip()]) <= 150
-    assert not re.search(rf"\b({'|'.join(backend_names())})\b", source)
-
-
-def test_every_flag_is_in_the_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        train(monkeypatch, "--help")
-    said = capsys.readouterr().out
-    assert [flag for flag in FLAGS if f"--{flag} " not in said] == []
-
-
-# ------------------------------------------------------------------------------------------------ every launcher
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Metrics of one process."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.chdir(tmp_path_factory.mktemp("alone"))
-        monkeypatch.setattr(tqdm, "monitor_interval", 0)
-        return train(monkeypatch, *SHORT)
-
-
-@pytest.mark.launcher
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param("torchrun", "ddp", marks=pytest.mark.soak),
-        pytest.param("mpirun", "horovod", marks=[HOROVOD, pytest.mark.soak]),
-        pytest.param("torchrun 3", "ddp", marks=pytest.mark.soak),
-    ],
-)
-def test_training_is_that_of_one_process(alone: list[dict[str, Any]], tmp_path: Path, name: str, backend: str) -> None:
-    job = run_job([*STARTS[name], str(RECIPE), *SHORT, "--baselines", "--workers", "1"], tmp_path, deadline=240)
-    assert job.code == 0, job.output
-    assert job.left == ()
-    assert job.output.count("mAP of the untrained network 0.0") == job.output.count("results are in out") == 1
-    assert {"model.pt", "curves.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
-    with Image.open(tmp_path / "out" / "detections.png") as picture:
-        assert (picture.format, picture.size > (800, 400)) == ("PNG", True)
-    found = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["backend"]) for line in found] == [(3, backend), (4, backend)]
-    for line, expected in zip(found, alone, strict=True):
-        for value in ("train_loss", "map", "map_50", "learning_rate"):
-            assert line[value] == pytest.approx(expected[value], rel=1e-9), value
-
-
 # ----------------------------------------------------------------------------------------------------- precision
-
-
-def overfitted(images: list[detection_data.Labelled]) -> dict[str, Tensor]:
-    """Return the weights of a model that knows these images somewhat."""
-    torch.manual_seed(0)
-    model = detection_models.build("ssdlite96", 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    pictures, targets = detection_data.collate([Boxes(images)[index] for index in range(len(images))])
-    for _ in range(40):
-        losses = model(pictures, targets)
-        losses["matches"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def evaluated(weights: dict[str, Tensor], images: list[detection_data.Labelled]) -> tuple[int, dict[str, float]]:
-    """Return the number of images that this rank looks at, and the mAP."""
-    with unitrain.init(device="cpu") as strategy:
-        model = detection_models.build("ssdlite96", 3)
-        model.load_state_dict(weights)
-        model = strategy.prepare(model)
-        loader = strategy.dataloader(Boxes(images), global_batch_size=7, collate_fn=detection_data.collate)
-        with strategy.evaluation(model):
-            seen = sum(len(pictures) for pictures, _ in loader)
-        return seen, detection_metrics.AveragePrecision(strategy).of(model, loader)
-
-
-@pytest.mark.all("test_torchmetric.py has such a metric")
-def test_map_is_the_same_to_the_last_digit_on_any_number_of_ranks() -> None:
-    images = detection_data.load("shapes:8").train.images
-    weights = overfitted(images)
-    seen, expected = evaluated(weights, images)
-    assert seen == 8
-    assert 0.02 < expected["map"] < expected["map_50"] < 1
-    for nprocs in (2, 3):
-        found = run_ranks(evaluated, weights, images, nprocs=nprocs, timeout=120)
-        assert sum(seen for seen, _ in found) == 8  # the last batch has one image
-        assert [precision for _, precision in found] == [expected] * nprocs
 
 
 def test_map_does_not_depend_on_the_order_of_images_where_scores_are_equal() -> None:
@@ -204,7 +81,7 @@ def test_the_mean_box_is_a_weak_detector() -> None:
 def test_without_pycocotools_it_says_what_to_install(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection_metrics, "find_spec", lambda name: find_spec(name) if name[0] == "t" else None)
     with pytest.raises(ConfigError, match=r"needs pycocotools: run pip install 'unitrain\[detection\]'\.$"):
-        train(monkeypatch, *SHORT)
+        run_recipe("detection", "--data=shapes:2")
     assert not Path("out").exists()
 
 
@@ -256,6 +133,46 @@ def test_the_v3_model_is_torchvision_s() -> None:
             assert all(torch.equal(mine[name], its[name]) for name in ("boxes", "scores", "labels"))
 
 
+def detector(kind: type[FasterRCNN]) -> FasterRCNN:
+    """Return a tiny detector that samples every anchor and proposal, in float64."""
+    torch.manual_seed(0)
+    backbone: Any = nn.Sequential(
+        nn.Conv2d(3, 8, 5, stride=4, padding=2), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=4, padding=1), nn.ReLU()
+    )
+    backbone.out_channels = 8
+    model: FasterRCNN = kind(
+        backbone, rpn_anchor_generator=AnchorGenerator(((16, 32),), ((1.0,),)),
+        box_roi_pool=MultiScaleRoIAlign(["0"], 3, 2), box_head=TwoMLPHead(8 * 9, 16),
+        box_predictor=FastRCNNPredictor(16, 4), fixed_size=(96, 96), rpn_fg_iou_thresh=0.5,
+        rpn_batch_size_per_image=10_000, box_batch_size_per_image=10_000,
+    )  # fmt: skip
+    assign = model.rpn.assign_targets_to_anchors
+
+    def in_float64(*arguments: Any) -> tuple[list[Tensor], Any]:
+        labels, boxes = assign(*arguments)
+        return [one.double() for one in labels], boxes
+
+    model.rpn.assign_targets_to_anchors = in_float64  # torchvision's are float32, which the loss would be, too
+    return model.double()
+
+
+def test_the_losses_of_parts_of_a_batch_average_to_those_of_the_batch() -> None:
+    """By the counts that come with them, with which the ranks average the losses of their parts."""
+    data = Boxes(detection_data.load("shapes:8").train.images)  # with 0 to 4 boxes
+    pictures, targets = detection_data.collate([data[index] for index in range(8)])
+    pictures = [picture.double() for picture in pictures]
+    targets = [{**target, "boxes": target["boxes"].double()} for target in targets]
+    model = detector(detection_models._TwoStageDetector)
+    whole, *parts = (model(pictures[part], targets[part]) for part in (slice(8), slice(3), slice(3, 4), slice(4, 8)))
+    counts = whole.pop("counts")
+    for name, loss in whole.items():
+        assert counts[name] == sum(part["counts"][name] for part in parts) > 0
+        mean = sum(part[name] * part["counts"][name] for part in parts) / counts[name]
+        assert mean.item() == pytest.approx(loss.item(), rel=1e-12)
+    theirs = detector(FasterRCNN)(pictures, targets)
+    assert sum(whole.values()).item() == pytest.approx(sum(theirs.values()).item(), rel=1e-12)
+
+
 def fresh(name: detection_models.ModelName, source: str) -> tuple[nn.Module, list[str]]:
     with unitrain.init() as strategy:
         model = detection_models.build(name, 3)
@@ -290,16 +207,14 @@ def test_weights_of_torchvision_s_classifier(here: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["coco", pytest.param("voc2012", marks=pytest.mark.all("another format"))])
-def test_it_trains_on_a_folder_and_goes_on(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_it_trains_on_a_folder_and_goes_on(here: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     (make_coco if kind == "coco" else make_voc)(here)
     flags = ("--data", f"{kind}:{here}", "--batch-size", "1", "--epochs", "2", "--strategy.precision", "bf16")
-    (line,) = train(monkeypatch, *flags, "--max-steps", "2")
+    (line,) = run_recipe("detection", *flags, "--max-steps", "2")
     assert (line["epoch"], line["step"]) == (0, 2)
     assert line["train_loss"] > 0
     assert "3 images for training, 1 for validation, 2 classes" in capsys.readouterr().out
-    lines = train(monkeypatch, *flags, "--pretrained", "out/model.pt", "--force")
+    lines = run_recipe("detection", *flags, "--pretrained", "out/model.pt", "--force")
     assert [(line["epoch"], line["step"]) for line in lines] == [(0, 2), (0, 3), (1, 6)]
     said, resumed = capsys.readouterr()
     assert "pretrained out/model.pt; layers with random weights: none\n" in said
@@ -317,10 +232,8 @@ def test_it_trains_on_a_folder_and_goes_on(
         (("--pretrained", "other.pt"), "other.pt has no layer with the name and shape of one of ssdlite96"),
     ],
 )
-def test_what_can_not_be_is_refused(
-    here: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], said: str
-) -> None:
+def test_what_can_not_be_is_refused(here: Path, flags: tuple[str, ...], said: str) -> None:
     torch.save({"fc.weight": torch.zeros(1)}, "other.pt")
     with pytest.raises(ConfigError, match=said):
-        train(monkeypatch, "--data", "shapes:2", "--batch-size", "2", *flags)
+        run_recipe("detection", "--data=shapes:2", "--batch-size=2", *flags)
     assert not Path("out").exists()

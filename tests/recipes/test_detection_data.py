@@ -139,72 +139,58 @@ def test_training_gets_no_crowds_and_boxes_that_follow_the_image(tmp_path: Path)
 # -------------------------------------------------------------------------------------------------------- wrong data
 
 
-def coco_without(key: str) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
+def coco_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return a function that writes a set with a change in the annotations for validation."""
+
+    def make(folder: Path) -> None:
         content = make_coco(folder)
-        del content["val"][key]
+        change(content["val"])
         write_coco(folder, content)
 
-    return spoil
+    return make
 
 
-def coco_with(key: str, value: Any) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        content = make_coco(folder)
-        content["val"]["annotations"][0][key] = value
-        write_coco(folder, content)
+def without(make: Callable[[Path], object], pattern: str) -> Callable[[Path], None]:
+    """Return a function that writes a set without a file."""
 
-    return spoil
+    def make_and_remove(folder: Path) -> None:
+        make(folder)
+        [file] = folder.rglob(pattern)
+        file.unlink()
 
-
-def coco_with_another_category(folder: Path) -> None:
-    content = make_coco(folder)
-    content["val"]["categories"][0]["name"] = "wolf"
-    write_coco(folder, content)
+    return make_and_remove
 
 
-def coco_without_boxes(folder: Path) -> None:
-    content = make_coco(folder)
-    content["val"]["annotations"] = []
-    write_coco(folder, content)
+def voc_with(old: str, new: str) -> Callable[[Path], object]:
+    """Return a function that writes a set with other text in an annotation."""
 
-
-def voc_with(name: str, old: str, new: str) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        file = make_voc(folder) / name
+    def make(folder: Path) -> None:
+        file = make_voc(folder) / "Annotations" / "2009_1.xml"
         file.write_text(file.read_text().replace(old, new))
 
-    return spoil
-
-
-def then_remove(make: Callable[[Path], Any], name: str) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        make(folder)
-        (folder / name).unlink()
-
-    return spoil
+    return make
 
 
 @pytest.mark.parametrize(
     ("kind", "spoil", "said"),
     [
         ("coco", lambda folder: None, r"instances_train2017.json can't be read: .*No such file"),
-        ("coco", then_remove(make_coco, "annotations/instances_val2017.json"), r"instances_val2017.json can't be read"),
-        ("coco", then_remove(make_coco, "train2017/1.jpg"), r"instances_train2017.json names the image 1.jpg, which"),
-        ("coco", coco_with_another_category, r"different categories.*\(18, 'dog'\), \(18, 'wolf'\)\.$"),
-        ("coco", coco_with("image_id", 7), "instances_val2017.json has an annotation of image 7, but no such image"),
-        ("coco", coco_with("category_id", 1), "instances_val2017.json has an annotation of category 1, but no such"),
-        ("coco", coco_with("bbox", [1, 2]), "not an instances file of COCO"),
-        ("coco", coco_without("annotations"), "not an instances file of COCO .KeyError: 'annotations'"),
-        ("coco", coco_without_boxes, "no validation image has a box with an area"),
+        ("coco", without(make_coco, "instances_val2017.json"), r"instances_val2017.json can't be read"),
+        ("coco", without(make_coco, "1.jpg"), r"instances_train2017.json names the image 1.jpg, which"),
+        ("coco", coco_with(lambda val: val["categories"][0].update(name="wolf")), "different categories.*'wolf'"),
+        ("coco", coco_with(lambda val: val["annotations"][0].update(image_id=7)), "of image 7, but no such"),
+        ("coco", coco_with(lambda val: val["annotations"][0].update(category_id=1)), "of category 1, but no such"),
+        ("coco", coco_with(lambda val: val["annotations"][0].update(bbox=[1, 2])), "not an instances file of COCO"),
+        ("coco", coco_with(lambda val: val.pop("annotations")), "not an instances file .*KeyError: 'annotations'"),
+        ("coco", coco_with(lambda val: val["annotations"].clear()), "no validation image has a box with an area"),
         ("voc2012", lambda folder: None, r"must have VOCdevkit/VOC2012/ImageSets/Main/train.txt"),
-        ("voc2012", then_remove(make_voc, "VOCdevkit/VOC2012/Annotations/2009_1.xml"), "2009_1.xml can't be read: "),
-        ("voc2012", then_remove(make_voc, "VOCdevkit/VOC2012/JPEGImages/2008_2.jpg"), "image .*2008_2.jpg is not"),
-        ("voc2012", then_remove(make_voc, "VOCdevkit/VOC2012/ImageSets/Main/val.txt"), "must have .*Main/val.txt"),
-        ("voc2012", voc_with("Annotations/2009_1.xml", "sofa", "boat"), "classes that those of train.txt lack: boat"),
-        ("voc2012", voc_with("Annotations/2009_1.xml", "xmin", "left"), "2009_1.xml .* has no bndbox/xmin in object"),
-        ("voc2012", voc_with("Annotations/2009_1.xml", "<height>40", "<height>x"), "2009_1.xml is not an annotation"),
-        ("voc2012", voc_with("Annotations/2009_1.xml", "</annotation>", ""), "2009_1.xml can't be read: no element"),
+        ("voc2012", without(make_voc, "2009_1.xml"), "2009_1.xml can't be read: "),
+        ("voc2012", without(make_voc, "2008_2.jpg"), "image .*2008_2.jpg is not"),
+        ("voc2012", without(make_voc, "val.txt"), "must have .*Main/val.txt"),
+        ("voc2012", voc_with("sofa", "boat"), "classes that those of train.txt lack: boat"),
+        ("voc2012", voc_with("xmin", "left"), "2009_1.xml .* has no bndbox/xmin in object"),
+        ("voc2012", voc_with("<height>40", "<height>x"), "2009_1.xml is not an annotation"),
+        ("voc2012", voc_with("</annotation>", ""), "2009_1.xml can't be read: no element"),
     ],
 )  # fmt: skip
 def test_wrong_data_is_one_message(tmp_path: Path, kind: str, spoil: Callable[[Path], None], said: str) -> None:

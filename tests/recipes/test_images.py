@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import http.server
+import io
 import pickle
 import socket
-import tarfile
-import threading
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -22,7 +19,6 @@ import torch
 from PIL import Image
 from scipy.io import savemat
 from torchvision.datasets import CIFAR10, Flowers102
-from tqdm import tqdm
 
 from unitrain.errors import ConfigError, DataError
 from unitrain.recipes.image_classification import images
@@ -104,34 +100,32 @@ def test_an_image_folder_without_parts_is_split_by_class(folder: Path) -> None:
         images.load(f"imagefolder:{folder / 'val'}", FOLDER, 32)
 
 
-def _no_validation(folder: Path) -> None:
-    (folder / "val").rename(folder / "test")
+def _renamed(old: str, new: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / old).rename(folder / new)
 
 
-def _no_classes(folder: Path) -> None:
-    for name in ("cat", "dog"):
-        (folder / "val" / name / "0.png").unlink()
-        (folder / "val" / name).rmdir()
+def _removed(*patterns: str) -> Callable[[Path], object]:
+    def remove(folder: Path) -> None:
+        for pattern in patterns:
+            for path in list(folder.glob(pattern)):
+                path.rmdir() if path.is_dir() else path.unlink()
 
-
-def _no_images(folder: Path) -> None:
-    (folder / "val" / "dog" / "0.png").unlink()
-
-
-def _other_classes(folder: Path) -> None:
-    (folder / "val" / "dog").rename(folder / "val" / "wolf")
+    return remove
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (_no_validation, "can't be used: .*/val'. It must have one folder of images per class, or train/ and val/"),
-        (_no_classes, "can't be used: .*any class folder in .*/val. It must have"),
-        (_no_images, "can't be used: .*no valid file for the classes dog"),
-        (_other_classes, "has classes in only one of train/ and val/: dog, wolf"),
+        (
+            _renamed("val", "test"),
+            "can't be used: .*/val'. It must have one folder of images per class, or train/ and val/",
+        ),
+        (_removed("val/*/*.png", "val/*"), "can't be used: .*any class folder in .*/val. It must have"),
+        (_removed("val/dog/0.png"), "can't be used: .*no valid file for the classes dog"),
+        (_renamed("val/dog", "val/wolf"), "has classes in only one of train/ and val/: dog, wolf"),
     ],
 )
-def test_image_folder_that_is_laid_out_otherwise(folder: Path, spoil: Callable[[Path], None], said: str) -> None:
+def test_image_folder_that_is_laid_out_otherwise(folder: Path, spoil: Callable[[Path], object], said: str) -> None:
     spoil(folder)
     with pytest.raises(ConfigError, match=f"data imagefolder:{folder} {said}"):
         images.load(f"imagefolder:{folder}", FOLDER, 32)
@@ -195,81 +189,23 @@ def test_flowers102(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _assert_pictures(data, 32)
 
 
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+def test_a_download_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = io.BytesIO()
+    failures = iter([RuntimeError("File not found or corrupted."), HTTPError("url", 404, "Gone", Message(), answer)])
 
-    def copyfile(self, source: Any, outputfile: Any) -> None:
-        """Send a file; torchvision looks for redirections first, and hangs up."""
-        with suppress(ConnectionError):
-            super().copyfile(source, outputfile)
+    def download(self: CIFAR10) -> None:
+        raise next(failures)
 
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """Serve a folder on this machine."""
-    served = tmp_path / "served"
-    served.mkdir()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(served))) as running:
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield served, f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
-        thread.join()
+    monkeypatch.setattr(CIFAR10, "download", download)
+    for said in ("File not found or corrupted", "HTTP Error 404: Gone"):
+        with pytest.raises(ConfigError, match=rf"can't be downloaded: {said}\. Unpack {CIFAR10.url} in {tmp_path}"):
+            images.load("cifar10", tmp_path, 32)
+    assert answer.closed, "the connection is not left open"
 
 
-@pytest.fixture
-def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let downloads reach this machine's servers, and their bars leave no thread."""
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+def test_a_server_that_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(urllib.request, "_opener", None)  # keeps the proxies that it found first
-
-
-def _serve_cifar10(served: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _small_cifar10(served, monkeypatch)
-    archive = served / CIFAR10.filename
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(served / CIFAR10.base_folder, CIFAR10.base_folder)
-    monkeypatch.setattr(CIFAR10, "url", f"{url}/{CIFAR10.filename}")
-    monkeypatch.setattr(CIFAR10, "tgz_md5", _md5(archive))
-
-
-@pytest.mark.usefixtures("on_this_machine")
-def test_cifar10_is_downloaded_once(tmp_path: Path, server: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    served, url = server
-    _serve_cifar10(served, url, monkeypatch)
-    assert len(images.load("cifar10", tmp_path / "data", 32).train) == 20
-    (served / CIFAR10.filename).unlink()
-    assert len(images.load("cifar10", tmp_path / "data", 32).train) == 20
-
-
-@pytest.mark.usefixtures("on_this_machine")
-def test_a_download_that_fails(tmp_path: Path, server: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, url = server
-    monkeypatch.setattr(CIFAR10, "url", f"{url}/missing.tar.gz")
-    said = (
-        f"data cifar10 is not in {tmp_path} and can't be downloaded: .*404.* Unpack {url}/missing.tar.gz in {tmp_path}"
-    )
-    with pytest.raises(ConfigError, match=said):
-        images.load("cifar10", tmp_path, 32)
-    gc.collect()  # a connection that was left open would be warned of here
-
-
-@pytest.mark.usefixtures("on_this_machine")
-def test_a_download_that_is_cut_short(
-    tmp_path: Path, server: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, url = server
-    _serve_cifar10(served, url, monkeypatch)
-    archive = served / CIFAR10.filename
-    archive.write_bytes(archive.read_bytes()[:-10])
-    with pytest.raises(ConfigError, match="can't be downloaded: File not found or corrupted"):
-        images.load("cifar10", tmp_path / "data", 32)
-
-
-@pytest.mark.usefixtures("on_this_machine")
-def test_a_server_that_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unitrain.recipes.shared.downloads._TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{silent.getsockname()[1]}/cifar.tar.gz")

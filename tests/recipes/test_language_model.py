@@ -1,34 +1,20 @@
-"""The recipe that trains a language model: its data, its model, and the same training on one and two ranks."""
+"""The recipe that trains a language model: its data, its model, and what a run writes."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import run_job
-from needs import HOROVOD
-from places import ROOT, TESTS
-from ranks import run_ranks
-from torch import Tensor
-from tqdm import tqdm
+from recipe_runs import DOCUMENTS, run_recipe, write_documents
 
-from unitrain.communication.backend import backend_names
 from unitrain.errors import ConfigError
-from unitrain.recipes import language_model
 from unitrain.recipes.text import data as text
 from unitrain.recipes.text import gpt
 
-RECIPES = ROOT / "recipes"
-PROGRAM = TESTS / "programs" / "short_recipes.py"
-# Of different lengths, so that the last sequences of the documents are, too.
-DOCUMENTS = [f"Document {n}: " + "what is said here is said again, in other words. " * (15 + n) for n in range(6)]
 SMALL = (
     "--data=texts", "--context=32", "--layers=2", "--width=16", "--heads=2", "--batch-size=7", "--warmup-epochs=0.1",
     "--sample=30",
@@ -39,72 +25,19 @@ SMALL = (
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in a folder with texts."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread stays for good
-    Path("texts", "more").mkdir(parents=True)
-    for number, document in enumerate(DOCUMENTS):
-        Path("texts", "more" if number % 2 else "", f"{number}.txt").write_text(document)
+    write_documents(Path("texts"))
 
 
-def train(*flags: str) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Run the recipe in this process, and return the metrics and the weights."""
-    sys.argv = ["language_model.py", "--output-dir=out", *SMALL, *flags]
-    language_model.main()
-    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
-    weights: dict[str, Tensor] = torch.load("out/model.pt", weights_only=True)
-    return lines, weights
-
-
-# ------------------------------------------------------------------------------------------------------ training
-
-
-@pytest.mark.all("test_launchers.py has a recipe under each launcher")
-def test_ranks_train_the_same_model() -> None:
-    """Their sequences hold different numbers of bytes, so equal weights for the ranks would show."""
-    flags = ("--strategy.precision=fp64", "--max-steps=15", "--epochs=3", "--batch-size=15", "--resume=never")
-    alone = run_ranks(train, *flags, nprocs=1, timeout=120)[0]
-    starts: list[tuple[Literal["spawn", "horovodrun"], str, tuple[str, ...]]] = [
-        ("spawn", "ddp", ()), ("spawn", "ddp", ("--strategy.accumulate=2",)),
-        ("spawn", "fsdp", ("--strategy.backend=fsdp",)),
-    ]  # fmt: skip
-    if not HOROVOD.args[0]:
-        starts.append(("horovodrun", "horovod", ()))
-    for launcher, backend, more in starts:
-        lines, weights = run_ranks(train, *flags, *more, launcher=launcher, timeout=120)[0]
-        assert len(lines) > 1
-        for line, expected in zip(lines, alone[0], strict=True):
-            assert (line["world_size"], line["backend"]) == (2, backend)
-            for name in ("step", "train_perplexity", "val_perplexity", "val_tokens"):
-                assert line[name] == pytest.approx(expected[name], rel=1e-9, abs=0), (backend, more, name)
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, alone[1][name], rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.soak  # the test above, in the precision that most runs have
-@HOROVOD
-def test_ranks_train_the_same_model_in_float32() -> None:
-    """Their losses, since each backend sums in its own order: 6e-8 was the most that was seen."""
-    flags = ("--max-steps=30", "--epochs=3", "--resume=never")
-    starts: list[tuple[str, Literal["spawn", "horovodrun"]]] = [
-        ("ddp", "spawn"), ("fsdp", "spawn"), ("horovod", "horovodrun"),
-    ]  # fmt: skip
-    found = [
-        run_ranks(train, *flags, f"--strategy.backend={backend}", launcher=launcher, timeout=120)[0][0]
-        for backend, launcher in starts
-    ]
-    for lines in found[1:]:
-        for line, expected in zip(lines, found[0], strict=True):
-            for name in ("train_perplexity", "val_perplexity"):
-                assert math.log(line[name]) == pytest.approx(math.log(expected[name]), abs=1e-6), name
+# ---------------------------------------------------------------------------------------------------------- a run
 
 
 def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    lines, _ = train("--epochs=12", "--lr=0.02", "--max-steps=30", "--strategy.precision=bf16")
+    flags = (*SMALL, "--epochs=12", "--lr=0.02", "--strategy.precision=bf16")
+    run_recipe("language_model", *flags, "--max-steps=30")
     printed = capsys.readouterr().out
     assert "perplexity of models that count bytes" in printed
     assert "---- a sample ----\nThe " in printed
-    lines, _ = train(
-        "--epochs=12", "--lr=0.02", "--strategy.precision=bf16"
-    )  # goes on where it stopped, within an epoch
+    lines = run_recipe("language_model", *flags)  # goes on where it stopped, within an epoch
     printed, resumed = capsys.readouterr()
     assert "resumed after step 30" in resumed
     assert f"best validation perplexity {min(line['val_perplexity'] for line in lines):.3f}" in printed
@@ -113,38 +46,6 @@ def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[-1]["val_tokens"] == sum(map(len, held_out))
     assert lines[-1]["val_perplexity"] < 0.7 * text.baselines(text.load("texts"))["unigram"]
     assert Path("out/best.pt").exists()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("start", ["torchrun", pytest.param("mpirun", marks=HOROVOD)])
-@pytest.mark.launcher
-@pytest.mark.usefixtures("forked")
-def test_the_defaults_run_under_launchers(tmp_path: Path, start: str) -> None:
-    """This recipe's and those of the custom trainer."""
-    command = {
-        "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
-        "mpirun": ["mpirun", "--oversubscribe", "-np", "2", "python"],
-    }[start]
-    job = run_job([*command, str(PROGRAM), str(tmp_path)], tmp_path)
-    assert job.code == 0, job.output
-    assert job.left == ()
-    (line,) = (tmp_path / "language_model" / "metrics.jsonl").read_text().splitlines()
-    metrics = json.loads(line)
-    backend = {"torchrun": "ddp", "mpirun": "horovod"}[start]
-    assert (metrics["step"], metrics["launcher"], metrics["backend"]) == (3, start, backend)
-    assert job.stdout.count("bytes for training") == job.stdout.count("---- a sample ----") == 1, job.output
-    (line,) = (tmp_path / "custom_trainer" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["val_accuracy"] > 0.5
-
-
-# ------------------------------------------------------------------------------------------------------ the script
-
-
-@pytest.mark.parametrize("name", ["language_model", "custom_trainer"])
-def test_recipes_are_short_and_name_no_backend(name: str) -> None:
-    source = (RECIPES / f"{name}.py").read_text()
-    assert len([line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]) <= 150
-    assert not {*backend_names()} & {*source.replace('"', " ").replace(".", " ").split()}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +63,7 @@ def test_what_can_not_be_is_refused(flags: tuple[str, ...], said: str) -> None:
     Path("empty").mkdir()
     Path("short.txt").write_text("nine byte")
     with pytest.raises(ConfigError, match=said):
-        train(*flags)
+        run_recipe("language_model", *SMALL, *flags)
     assert not Path("out").exists()
 
 

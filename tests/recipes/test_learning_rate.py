@@ -22,22 +22,17 @@ def _rates(rule: LearningRate) -> list[float]:
     return rates
 
 
-def test_warm_up_rises_linearly_to_the_peak() -> None:
-    assert _rates(LearningRate(0.4, 8, warmup_steps=4, schedule="constant")) == pytest.approx(
-        [0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4, 0.4]
-    )
-
-
-def test_cosine_falls_from_the_peak_to_the_floor() -> None:
-    rates = _rates(LearningRate(1.0, 4, floor=0.2))
-    assert rates == pytest.approx([0.2 + 0.8 * (1 + math.cos(math.pi * t / 4)) / 2 for t in range(4)])
-    assert rates[0] == 1.0
-    assert LearningRate(1.0, 4, floor=0.2).at(4) == pytest.approx(0.2)
-
-
-def test_step_takes_a_tenth_after_each_third_and_stops_at_the_floor() -> None:
-    assert _rates(LearningRate(1.0, 6, schedule="step")) == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
-    assert _rates(LearningRate(1.0, 6, schedule="step", floor=0.05)) == pytest.approx([1, 1, 0.1, 0.1, 0.05, 0.05])
+@pytest.mark.parametrize(
+    ("rule", "rates"),
+    [
+        (LearningRate(0.4, 8, 4, "constant"), [0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4, 0.4]),
+        (LearningRate(1.0, 4, floor=0.2), [0.2 + 0.8 * (1 + math.cos(math.pi * t / 4)) / 2 for t in range(4)]),
+        (LearningRate(1.0, 6, schedule="step"), [1, 1, 0.1, 0.1, 0.01, 0.01]),
+        (LearningRate(1.0, 6, schedule="step", floor=0.05), [1, 1, 0.1, 0.1, 0.05, 0.05]),
+    ],
+)
+def test_rates_of_a_schedule(rule: LearningRate, rates: list[float]) -> None:
+    assert _rates(rule) == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(("scaling", "peak"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import re
 import socket
-import sys
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 import yaml
-from jobs import RECIPE, run_job
 from PIL import Image
+from recipe_runs import run_recipe
 from sklearn.datasets import load_digits
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tqdm import tqdm
 
-import unitrain
-from unitrain.communication.backend import backend_names
 from unitrain.errors import ConfigError
-from unitrain.recipes import resnet
-from unitrain.recipes.image_classification import images, models
+from unitrain.recipes.image_classification import models
 
 METRICS = {
     "epoch", "step", "train_loss", "val_loss", "val_accuracy", "val_top5_accuracy", "val_count", "learning_rate",
@@ -36,45 +30,24 @@ MEASURED = {
     "samples_per_second", "data_seconds", "step_seconds", "rest_seconds", "peak_memory_mb", "slowest_rank",
     "slowest_ratio",
 }  # fmt: skip
-FLAGS = (
-    "model", "data", "data-dir", "epochs", "max-steps", "batch-size", "lr", "lr-scaling", "lr-reference-batch",
-    "lr-schedule", "lr-floor", "warmup-epochs", "momentum", "weight-decay", "workers", "pretrained", "freeze-backbone",
-    "val-fraction", "label-smoothing", "evaluate", "predict",
-    "output-dir", "checkpoint-every", "keep", "resume", "force", "profile", "config", "seed", "strategy.backend",
-    "strategy.precision", "strategy.sync-batchnorm",
-)  # fmt: skip
 # Three steps of an epoch; the validation set has 2 images.
 FAKE = ("--data", "fake:20", "--batch-size", "8")
+OUT = Path("out")
+TORCHVISION = Path("torch", "hub", "checkpoints", "resnet18-f37072fd.pth")
 
 
-class Recipe:
-    """Runs the recipe's main in this process, in a folder of its own."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self._monkeypatch = monkeypatch
-        self.output = folder / "out"
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread stays for good
-
-    def train(self, *flags: str) -> None:
-        self._monkeypatch.setattr(sys, "argv", ["resnet.py", *flags])
-        resnet.main()
-
-    def __call__(self, *flags: str) -> list[dict[str, Any]]:
-        """Train, and return the metrics."""
-        self.train("--output-dir", str(self.output), *flags)
-        return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """What the last run saved."""
-        state: dict[str, torch.Tensor] = torch.load(self.output / "model.pt", weights_only=True)
-        return state
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recipe:
-    return Recipe(monkeypatch, tmp_path)
+recipe = partial(run_recipe, "resnet")
+
+
+def saved() -> dict[str, torch.Tensor]:
+    """Return the weights that the last run saved."""
+    state: dict[str, torch.Tensor] = torch.load(OUT / "model.pt", weights_only=True)
+    return state
 
 
 @pytest.fixture
@@ -90,22 +63,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
         yield
 
 
-# --------------------------------------------------------------------------------------------------- the script
-
-
-def test_it_is_short_and_names_no_backend() -> None:
-    source = RECIPE.read_text()
-    assert len([line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]) <= 150
-    assert not re.search(rf"\b({'|'.join(backend_names())})\b", source)
-
-
-@pytest.mark.usefixtures("forked")
-def test_every_flag_is_in_the_help(tmp_path: Path) -> None:
-    job = run_job([sys.executable, "-m", "unitrain.recipes.resnet", "--help"], tmp_path)
-    assert job.code == 0, job.output
-    assert [flag for flag in FLAGS if f"--{flag} " not in job.stdout] == []
-
-
 def test_models_are_those_of_torchvision_and_one_small_one() -> None:
     import torchvision
 
@@ -118,7 +75,7 @@ def test_models_are_those_of_torchvision_and_one_small_one() -> None:
 # ------------------------------------------------------------------------------------------------- what it writes
 
 
-def test_an_epoch_is_a_line_of_metrics(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_epoch_is_a_line_of_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     lines = recipe(*FAKE, "--epochs", "2", "--lr", "0.05", "--warmup-epochs", "0")
     assert [set(line) for line in lines] == [METRICS | MEASURED, METRICS | MEASURED]
     assert [name for line in lines for name in MEASURED - {"slowest_rank"} if line[name] <= 0] == []
@@ -130,58 +87,39 @@ def test_an_epoch_is_a_line_of_metrics(recipe: Recipe, capsys: pytest.CaptureFix
     printed = capsys.readouterr()
     for said in ("resnet8 on fake:20", "launcher python, backend single", "batch 8", "learning rate 0.05", "fp32"):
         assert printed.out.count(said) == 1, said
-    assert f"results are in {recipe.output}" in printed.out
+    assert f"results are in {OUT}" in printed.out
     assert "epoch 1:" not in printed.err, "no bar where it is not a terminal"
 
 
-def test_train_loss_is_the_mean_over_samples_before_each_update(recipe: Recipe) -> None:
-    (line,) = recipe("--data", "fake:20", "--batch-size", "16", "--epochs", "1", "--lr", "1e-12")
-    strategy = unitrain.init()
-    data = images.load("fake:20", Path(), 32)
-    model = models.build("resnet8", 10)
-    # At this rate the weights stay; BatchNorm's statistics are each batch's.
-    batches = strategy.dataloader(data.train, global_batch_size=16, shuffle=True)
-    losses = [torch.nn.functional.cross_entropy(model(x), y, reduction="sum").item() for x, y in batches]
-    assert line["train_loss"] == pytest.approx(sum(losses) / 20, rel=1e-5)
-
-
-def test_tensorboard_has_the_metrics(recipe: Recipe) -> None:
-    lines = recipe(*FAKE, "--epochs", "2")
-    events = EventAccumulator(str(recipe.output)).Reload()
-    for name in ("train_loss", "val_loss", "val_accuracy", "learning_rate"):
-        assert [scalar.step for scalar in events.Scalars(name)] == [3, 6]
-        assert [scalar.value for scalar in events.Scalars(name)] == pytest.approx([line[name] for line in lines])
-
-
-def test_a_prediction_is_the_best_weights(recipe: Recipe, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_prediction_is_the_best_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines = recipe("--epochs", "3", "--max-steps", "60")
     for figure in ("curves.png", "confusion_matrix.png"):
-        assert (recipe.output / figure).read_bytes().startswith(b"\x89PNG")
-    assert json.loads((recipe.output / "class_indices.json").read_text()) == {str(i): str(i) for i in range(10)}
+        assert (OUT / figure).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((OUT / "class_indices.json").read_text()) == {str(i): str(i) for i in range(10)}
     assert lines[-1]["val_accuracy"] <= lines[-1]["val_top5_accuracy"] <= 1
     picture, answers = tmp_path / "digit.png", []
     for number in range(10):  # scikit-learn's first ten are the digits from 0 to 9
         pixels = load_digits().images[number]
         Image.fromarray((pixels * (255 / 16)).astype("uint8")).resize((80, 80), Image.Resampling.NEAREST).save(picture)
         capsys.readouterr()
-        recipe.train("--predict", str(picture), "--output-dir", str(recipe.output))
+        recipe("--predict", str(picture))
         printed = [line.split() for line in capsys.readouterr().out.splitlines()]
         probabilities = [float(probability.rstrip("%")) for probability, _ in printed]
         assert len(printed) == 5
         assert probabilities == sorted(probabilities, reverse=True)
         answers.append(printed[0][1])
     assert sum(answer == str(number) for number, answer in enumerate(answers)) >= 8
-    recipe.train("--epochs", "3", "--evaluate", "--output-dir", str(recipe.output))
+    recipe("--epochs", "3", "--evaluate")
     assert f"val_accuracy {lines[-1]['val_accuracy']:.4f}" in capsys.readouterr().out
-    (recipe.output / "class_indices.json").unlink()
+    (OUT / "class_indices.json").unlink()
     with pytest.raises(ConfigError, match="is not the folder of a run"):
-        recipe.train("--predict", str(picture), "--output-dir", str(recipe.output))
+        recipe("--predict", str(picture))
 
 
-def test_the_written_settings_repeat_the_run(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_written_settings_repeat_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNITRAIN_SEED", "7")
     first = recipe(*FAKE, "--epochs", "1", "--lr", "0.02", "--strategy.clip-norm", "1.0")
-    written = recipe.output / "config.yaml"
+    written = OUT / "config.yaml"
     settings = yaml.safe_load(written.read_text())
     assert (settings["data"], settings["lr"], settings["strategy"]["seed"]) == ("fake:20", 0.02, 7)
     assert settings["strategy"]["clip_norm"] == 1.0
@@ -193,69 +131,38 @@ def test_the_written_settings_repeat_the_run(recipe: Recipe, monkeypatch: pytest
     assert yaml.safe_load(written.read_text()) == settings
 
 
-def test_each_run_has_a_folder_of_its_own(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_run_has_a_folder_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
-        recipe.train(*FAKE, "--max-steps", "1")
+        run_recipe("resnet", *FAKE, "--max-steps", "1", output=None)
     folders = [folder for folder in Path("runs").iterdir() if re.fullmatch(r"resnet-\d{8}-\d{6}-\d+", folder.name)]
     assert len(folders) == 2
     printed = capsys.readouterr().out
     assert [folder for folder in folders if f"results are in {folder}\n" not in printed] == []
 
 
-@pytest.mark.all("test_profile.py has traces of two ranks")
-@pytest.mark.usefixtures("forked")
-def test_a_profile_is_a_trace_of_every_rank(tmp_path: Path) -> None:
-    launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(RECIPE), *FAKE, "--epochs", "3", "--profile", "--output-dir", "out"]
-    job = run_job(command, tmp_path)
-    assert job.code == 0, job.output
-    with gzip.open(tmp_path / "out" / "trace-step5.json.gz") as trace:
-        events = json.load(trace)["traceEvents"]
-    for rank in range(2):
-        names = [str(event["name"]) for event in events if event["pid"] == rank]
-        assert names.count("Optimizer.step#SGD.step") == 4
-        assert "gloo:all_reduce" in names
-
-
-def test_a_run_too_short_to_be_profiled_says_so(recipe: Recipe, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_too_short_to_be_profiled_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     recipe(*FAKE, "--max-steps", "2", "--profile")
     assert "nothing was profiled: the run ended after step 2" in capfd.readouterr().err
-    assert not list(recipe.output.glob("trace*"))
+    assert not list(OUT.glob("trace*"))
 
 
 # --------------------------------------------------------------------------------------------- what its flags do
 
 
-def test_max_steps_ends_within_an_epoch(recipe: Recipe) -> None:
+def test_max_steps_ends_within_an_epoch() -> None:
     lines = recipe(*FAKE, "--epochs", "5", "--max-steps", "4")
     assert [(line["epoch"], line["step"]) for line in lines] == [(0, 3), (1, 4)]
 
 
-def test_steps_are_the_optimizers(recipe: Recipe) -> None:
-    lines = recipe(*FAKE, "--epochs", "2", "--max-steps", "5", "--strategy.accumulate", "2")
-    assert [line["step"] for line in lines] == [3, 5]
-
-
-def test_the_learning_rate_scales_when_asked(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_learning_rate_scales_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--lr-scaling", "sqrt", "--lr-reference-batch", "32", "--lr-schedule", "constant", "--warmup-epochs", "0")
     (line,) = recipe(*FAKE, "--max-steps", "1", *flags)
     assert line["learning_rate"] == pytest.approx(0.05)
     assert "learning rate 0.1 * sqrt(8/32) = 0.05 (sqrt scaling)" in capsys.readouterr().out
 
 
-@pytest.mark.all("test_workers.py has workers")
-@pytest.mark.usefixtures("forked")
-def test_loading_in_other_processes_changes_nothing(recipe: Recipe, tmp_path: Path) -> None:
-    (line,) = recipe(*FAKE, "--epochs", "1")
-    command = [sys.executable, str(RECIPE), *FAKE, "--epochs", "1", "--workers", "1", "--output-dir", "workers"]
-    job = run_job(command, tmp_path)
-    assert job.code == 0, job.output
-    found = json.loads((tmp_path / "workers" / "metrics.jsonl").read_text())
-    assert found["train_loss"] == pytest.approx(line["train_loss"], rel=1e-5)
-
-
 def test_pretrained_layers_of_another_shape_are_left_out_and_frozen_ones_stay(
-    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     weights = models.build("resnet8", 7).state_dict()
     torch.save(weights, "seven.pt")
@@ -263,29 +170,20 @@ def test_pretrained_layers_of_another_shape_are_left_out_and_frozen_ones_stay(
     assert "pretrained seven.pt; layers with random weights: fc\n" in capsys.readouterr().out
     # BatchNorm's statistics too: they belong to the weights.
     backbone = [name for name in weights if not name.startswith("fc.")]
-    assert [name for name in backbone if not torch.equal(recipe.weights[name], weights[name])] == []
-    first = recipe.weights
-    recipe(
-        *FAKE,
-        "--epochs",
-        "2",
-        "--pretrained",
-        str(recipe.output / "model.pt"),
-        "--freeze-backbone",
-        "--resume",
-        "never",
-    )
-    assert not torch.equal(recipe.weights["fc.weight"], first["fc.weight"])
+    first = saved()
+    assert [name for name in backbone if not torch.equal(first[name], weights[name])] == []
+    recipe(*FAKE, "--epochs=2", "--pretrained=out/model.pt", "--freeze-backbone", "--resume=never")
+    assert not torch.equal(saved()["fc.weight"], first["fc.weight"])
 
 
-def test_weights_of_torchvision(recipe: Recipe, no_network: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_of_torchvision(no_network: None, capsys: pytest.CaptureFixture[str]) -> None:
     weights = models.build("resnet18", 1000).state_dict()
-    Path("torch", "hub", "checkpoints").mkdir(parents=True)
-    torch.save(weights, "torch/hub/checkpoints/resnet18-f37072fd.pth")  # as if it had been downloaded
+    TORCHVISION.parent.mkdir(parents=True)
+    torch.save(weights, TORCHVISION)  # as if it had been downloaded
     flags = ("--model", "resnet18", "--pretrained", "torchvision", "--freeze-backbone")
     recipe("--data", "digits", "--max-steps", "1", *flags)
     assert "layers with random weights: fc\n" in capsys.readouterr().out
-    assert torch.equal(recipe.weights["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
+    assert torch.equal(saved()["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
 
 
 class Code:
@@ -295,9 +193,9 @@ class Code:
         return Path.touch, (Path("was_run"),)
 
 
-def test_weights_of_torchvision_are_data_and_no_code(recipe: Recipe, no_network: None) -> None:
-    Path("torch", "hub", "checkpoints").mkdir(parents=True)
-    torch.save({"fc.weight": Code()}, "torch/hub/checkpoints/resnet18-f37072fd.pth")
+def test_weights_of_torchvision_are_data_and_no_code(no_network: None) -> None:
+    TORCHVISION.parent.mkdir(parents=True)
+    torch.save({"fc.weight": Code()}, TORCHVISION)
     with pytest.raises(ConfigError, match=r"more than tensors\. Remove .*/resnet18-f37072fd\.pth"):
         recipe(*FAKE, "--model", "resnet18", "--pretrained", "torchvision")
     assert not Path("was_run").exists()
@@ -306,30 +204,10 @@ def test_weights_of_torchvision_are_data_and_no_code(recipe: Recipe, no_network:
 # ---------------------------------------------------------------------------------------------- what it refuses
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--batch-size", "0"), "--batch-size is '0', but must be an integer >= 1."),
-        (("--modle", "x"), "--modle is not a flag. Did you mean '--model'?"),
-        (("--config", "twice.yaml"), "duplicate key 'lr', first in line 1"),
-        (("--data", "imagefolder:nowhere"), "data imagefolder:nowhere can't be used: "),
-    ],
-)
-def test_a_wrong_setting_is_one_message(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
-    (tmp_path / "twice.yaml").write_text("lr: 0.1\nepochs: 3\nlr: 0.2\n")
-    job = run_job([sys.executable, str(RECIPE), *flags], tmp_path)
-    assert job.code == 2
-    assert job.stdout == ""
-    assert job.stderr.count("\n") == 1, job.output
-    assert job.stderr.startswith("unitrain: error: ")
-    assert said in job.stderr
-    assert {path.suffix for path in tmp_path.iterdir()} == {".yaml", ".stdout", ".stderr"}
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
+        (("--tracker", "tensorboard,neptune"), r"must be a list \(tensorboard,wandb\), each .* or mlflow\."),
         (("--model", "resnet19"), "--model is 'resnet19', but must be resnet8, resnet18"),
         (("--data", "nope"), "--data is 'nope', but must be digits, cifar10, flowers102, imagefolder:PATH or fake"),
         (("--data", "fake:0"), "--data is 'fake:0'"),
@@ -346,22 +224,16 @@ def test_a_wrong_setting_is_one_message(tmp_path: Path, flags: tuple[str, ...], 
         (("--pretrained", "number.pt"), r"pretrained number.pt has no state dict"),
         (("--pretrained", "other.pt"), "pretrained other.pt has no layer with .* resnet8"),
         (("--pretrained", "torchvision"), "torchvision has no weights for resnet8"),
-        (
-            ("--model", "resnet18", "--pretrained", "torchvision"),
-            "can't be downloaded: .*refused.*pass the file as --pre",
-        ),
+        (("--model=resnet18", "--pretrained=torchvision"), "can't be downloaded: .*refused.*pass the file as --pre"),
         (("--data", "cifar10"), "data cifar10 is not in data and can't be downloaded: .*refused.*Unpack https://"),
         (("--data", "flowers102"), "data flowers102 is not in data and can't be downloaded: .*refused.*102flowers.tgz"),
-        (
-            ("--data", "imagefolder:."),
-            "data imagefolder:. can't be used: .*It must have one folder of images per class",
-        ),
+        (("--data", "imagefolder:."), "data imagefolder:. can't be used: .*must have one folder of images per class"),
     ],
 )
-def test_what_can_not_be_is_refused(recipe: Recipe, no_network: None, flags: tuple[str, ...], said: str) -> None:
+def test_what_can_not_be_is_refused(no_network: None, flags: tuple[str, ...], said: str) -> None:
     Path("file").write_text("text")
     torch.save(3, "number.pt")
     torch.save({"fc.weight": torch.zeros(1)}, "other.pt")
     with pytest.raises(ConfigError, match=said):
         recipe(*FAKE, *flags)
-    assert not recipe.output.exists()
+    assert not OUT.exists()

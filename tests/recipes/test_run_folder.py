@@ -10,9 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import unitrain
-from unitrain import ConfigError, Section, parse_command_line
+from unitrain import ConfigError, Section
 from unitrain.recipes.shared.run_folder import RunFolder
-from unitrain.recipes.shared.settings import TrainingSettings
 
 WHOLE = [json.dumps({"step": step, "loss": float("nan")}).encode() for step in (2, 4, 6)]
 
@@ -95,24 +94,3 @@ def test_floats_are_sent_to_the_trackers(tmp_path: Path) -> None:
         run.begin(Settings(), 0)
         run.close()
     assert {path.name for path in (tmp_path / "without").iterdir()} == {"config.yaml", "metrics.jsonl"}
-
-
-class Traced(TrainingSettings):  # type: ignore[misc]
-    """Settings of a recipe that trains."""
-
-    lr: float = 0.1
-    batch_size: int = 4
-
-
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [("wandb", ("wandb",)), ("tensorboard,mlflow", ("tensorboard", "mlflow")), ("[]", ()), (None, ("tensorboard",))],
-)
-def test_trackers_are_named_by_a_flag(given: str | None, names: tuple[str, ...]) -> None:
-    argv = [] if given is None else ["--tracker", given]
-    assert parse_command_line(Traced, argv, prog="recipe", description="").tracker == names
-
-
-def test_an_unknown_tracker_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"must be a list \(tensorboard,wandb\), each .* or mlflow\."):
-        parse_command_line(Traced, ["--tracker", "tensorboard,neptune"], prog="recipe", description="")

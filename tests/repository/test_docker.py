@@ -75,16 +75,12 @@ def test_what_the_installation_needs_travels_to_the_builder() -> None:
 
 
 @pytest.mark.parametrize("compose", COMPOSE_FILES, ids=lambda path: path.name)
-def test_services_build_a_file_that_is_there(compose: Path) -> None:
+def test_services_build_a_file_and_run_a_recipe_that_are_there(compose: Path) -> None:
     for name, service in _services(compose).items():
         context = (compose.parent / service["build"]["context"]).resolve()
         assert context == ROOT, name
         assert (context / service["build"]["dockerfile"]) in DOCKERFILES, name
 
-
-@pytest.mark.parametrize("compose", COMPOSE_FILES, ids=lambda path: path.name)
-def test_services_run_a_recipe_that_is_there(compose: Path) -> None:
-    for name, service in _services(compose).items():
         words = re.findall(r"recipes/\w+\.py", str(service["command"]))
         assert words or re.search("sshd|ssh-keygen", str(service["command"])), name
         assert all((ROOT / word).is_file() for word in words), name

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from test_lines_of_code import files
 
 from unitrain import features
 from unitrain.config import Section
@@ -22,7 +23,6 @@ from unitrain.config import Section
 FOLDER = ROOT / "unitrain" / "features"
 FEATURES = {module.__name__.rpartition(".")[2]: module for module in features.modules()}
 WORDS = {"metrics"}  # settings whose names are words that the core needs for other things
-of_each_feature = pytest.mark.parametrize("feature", FEATURES)
 
 # Where the core may have the name of a feature, and why. The list may only get shorter.
 EXCEPTIONS = {
@@ -64,21 +64,15 @@ def pattern_of(feature: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![A-Za-z])(?:{'|'.join([f'(?i:{words}s?)', *names_of(feature)])})(?![A-Za-z])")
 
 
-def core() -> Iterator[Path]:
-    for package in ("unitrain", "backends"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if not path.is_relative_to(FOLDER):
-                yield path
-
-
-@of_each_feature
+@pytest.mark.parametrize("feature", FEATURES)
 def test_the_core_does_not_name_a_feature(feature: str) -> None:
     pattern = pattern_of(feature)
     named: dict[str, list[str]] = {}
-    for path in core():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        if found := [f"{number}: {line.strip()}" for number, line in enumerate(lines, 1) if pattern.search(line)]:
-            named[str(path.relative_to(ROOT))] = found
+    for path, source in files():
+        lines = enumerate(source.splitlines(), 1)
+        found = [f"{number}: {line.strip()}" for number, line in lines if pattern.search(line)]
+        if found and not (ROOT / path).is_relative_to(FOLDER):
+            named[str(path)] = found
     allowed = EXCEPTIONS.get(feature, {})
     assert {path: lines for path, lines in named.items() if path not in allowed} == {}
     assert [path for path in allowed if path not in named] == [], "remove these exceptions"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
+from test_lines_of_code import files
 from torch import nn
 
 pytestmark = pytest.mark.check
@@ -67,12 +67,6 @@ def is_private(name: object) -> bool:
     return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name.isidentifier()
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for package in ("unitrain", "backends"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield path.relative_to(ROOT), ast.parse(path.read_text())
-
-
 def of_itself(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
@@ -114,20 +108,15 @@ def _no_names(node: ast.AST) -> list[ast.AST]:
     return [node.value] if isinstance(node, ast.keyword) and node.arg == "dest" else []
 
 
-def uses(files: Iterable[tuple[Path, ast.Module]]) -> dict[str, list[str]]:
+def uses(trees: Iterable[tuple[Path, ast.Module]]) -> dict[str, list[str]]:
     """Return each private name of another library, and the files that use it."""
-    files = list(files)
-    of_project = {name for _, tree in files for name in defined(tree)}
+    trees = list(trees)
+    of_project = {name for _, tree in trees for name in defined(tree)}
     by_name: dict[str, list[str]] = {}
-    for path, tree in files:
+    for path, tree in trees:
         for name in filter(is_private, used(tree, of_project)):
             by_name.setdefault(name, []).append(str(path))
     return by_name
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return uses(trees())
 
 
 def test_what_is_assigned_to_others_is_theirs() -> None:
@@ -144,14 +133,9 @@ class Mine:
     assert sorted(uses([(Path("program.py"), ast.parse(program))])) == expected
 
 
-def test_every_private_name_has_a_reason(found: dict[str, list[str]]) -> None:
-    new = {name: files for name, files in found.items() if name not in LISTED}
+def test_every_private_name_has_a_reason() -> None:
+    found = uses((path, ast.parse(source)) for path, source in files())
+    new = {name: paths for name, paths in found.items() if name not in LISTED}
     assert not new, "use a public name, or say why there is none"
-
-
-def test_the_list_has_no_name_that_is_not_used(found: dict[str, list[str]]) -> None:
-    assert LISTED - found.keys() == set()
-
-
-def test_they_become_no_more() -> None:
+    assert LISTED - found.keys() == set(), "remove what is no longer used"
     assert len(REASONS) <= MOST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -18,19 +19,10 @@ ROOTS = ("unitrain", "backends", "recipes", "tests", "benchmarks")
 PACKAGES = sorted({path.parent.relative_to(ROOT) for path in (ROOT / "unitrain").rglob("*.py")})
 
 
-def files(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-
-
-@pytest.mark.parametrize("root", ROOTS)
-def test_no_folder_has_more_files_than_one_can_survey(root: str) -> None:
-    folders = {path.parent for path in (ROOT / root).rglob("*.py")}
-    assert {str(f.relative_to(ROOT)): len(files(f)) for f in folders if len(files(f)) > MOST_FILES} == {}
-
-
-def test_no_folder_has_more_pages_than_one_can_survey() -> None:
-    folders = {path.parent for path in (ROOT / "docs").rglob("*.md")}
-    assert {str(f): len(list(f.glob("*.md"))) for f in folders if len(list(f.glob("*.md"))) > MOST_FILES} == {}
+@pytest.mark.parametrize(("root", "kind"), [("docs", "*.md"), *((root, "*.py") for root in ROOTS)])
+def test_no_folder_has_more_files_than_one_can_survey(root: str, kind: str) -> None:
+    by_folder = Counter(path.parent for path in (ROOT / root).rglob(kind) if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in by_folder.items() if count > MOST_FILES} == {}
 
 
 def imported(path: Path) -> Iterator[str]:

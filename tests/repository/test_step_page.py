@@ -11,9 +11,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from places import ROOT
 from ranks import run_ranks
-from test_lines_of_code import lines_of
+from test_lines_of_code import files, lines_of
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
@@ -66,10 +65,9 @@ def test_only_the_methods_of_a_window_set_its_slots() -> None:
     assert len(slots) <= MOST_SLOTS, sorted(slots)
     others = {"self", "self._pulse", "_watch"}  # of other classes, with attributes of these names
     set_outside = [
-        f"{path.relative_to(ROOT)}: {place}.{name}"
-        for package in ("unitrain", "backends")
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for place, name in set_attributes(ast.parse(path.read_text(encoding="utf-8")))
+        f"{path}: {place}.{name}"
+        for path, source in files()
+        for place, name in set_attributes(ast.parse(source))
         if name in slots and place not in others
     ]
     assert set_outside == []
@@ -102,12 +100,12 @@ def files_entered(with_loader: bool) -> dict[str, list[str]]:
                 strategy.step(loss, optimizer)
             finally:
                 sys.setprofile(None)
-    files: dict[str, list[str]] = {}
+    functions: dict[str, list[str]] = {}
     for code in entered:
         for home, name in homes.items():
             if Path(code.co_filename).is_relative_to(home):
-                files.setdefault(f"{name}/{Path(code.co_filename).relative_to(home)}", []).append(code.co_name)
-    return files
+                functions.setdefault(f"{name}/{Path(code.co_filename).relative_to(home)}", []).append(code.co_name)
+    return functions
 
 
 def both_loops() -> list[dict[str, list[str]]]:
@@ -116,7 +114,7 @@ def both_loops() -> list[dict[str, list[str]]]:
 
 def test_a_step_on_two_ranks_enters_few_files() -> None:
     for loops in run_ranks(both_loops):
-        for files in loops:
-            assert "unitrain/training/loop/step.py" in files
-            listed = "\n".join(f"{file}: {', '.join(functions)}" for file, functions in files.items())
-            assert len(files) <= MOST_FILES, f"a step enters {len(files)} files:\n{listed}"
+        for entered in loops:
+            assert "unitrain/training/loop/step.py" in entered
+            listed = "\n".join(f"{file}: {', '.join(functions)}" for file, functions in entered.items())
+            assert len(entered) <= MOST_FILES, f"a step enters {len(entered)} files:\n{listed}"

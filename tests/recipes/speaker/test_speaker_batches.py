@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import unitrain
 from unitrain.data.order.shares import part_of
 from unitrain.errors import ConfigError
 from unitrain.recipes.speaker_verification.batches import SpeakerBatches, in_batch_order
@@ -55,45 +54,6 @@ def test_every_speaker_and_utterance_has_its_turn() -> None:
     torch.manual_seed(0)
     seen = {index for _ in range(30) for batch in sampler for index in batch}
     assert seen == set(range(1, len(SPEAKERS)))  # the first speaker has one utterance
-
-
-def test_who_meets_whom_is_random() -> None:
-    sampler = SpeakerBatches([speaker for speaker in range(20) for _ in range(4)], 8, 2, 500)
-    torch.manual_seed(0)
-    met = Counter(frozenset((batch[0] // 4, batch[i] // 4)) for _ in range(200) for batch in sampler for i in (2, 4, 6))
-    # 200 epochs of 10 batches with 3 pairs each: 32 for each of 190 pairs.
-    assert len(met) == 190
-    assert max(met.values()) < 2.5 * 6000 / 190
-
-
-def epochs(seed: int, count: int = 2) -> list[list[list[int]]]:
-    """Return what the loader yields."""
-    with unitrain.init(backend="single", seed=seed) as strategy:
-        loader = strategy.dataloader(range(len(SPEAKERS)), batch_sampler=SpeakerBatches(SPEAKERS, 6, 2, 10))
-        return [[batch.tolist() for batch in loader] for _ in range(count)]
-
-
-def test_batches_follow_from_seed_and_epoch() -> None:
-    torch.manual_seed(1)
-    first = epochs(seed=0)
-    torch.manual_seed(2)
-    assert epochs(seed=0) == first
-    assert first[0] != first[1]
-    assert epochs(seed=1) != first
-
-
-def test_a_loader_continues_within_an_epoch() -> None:
-    whole = epochs(seed=0)[0]
-    with unitrain.init(backend="single", seed=0) as strategy:
-        sampler = SpeakerBatches(SPEAKERS, 6, 2, 10)
-        loader = strategy.dataloader(range(len(SPEAKERS)), batch_sampler=sampler)
-        batches = iter(loader)
-        with torch.no_grad():
-            begun = [next(batches).tolist() for _ in range(2)]
-            state = loader.state_dict()
-        again = strategy.dataloader(range(len(SPEAKERS)), batch_sampler=SpeakerBatches(SPEAKERS, 6, 2, 10))
-        again.load_state_dict(state)
-        assert begun + [batch.tolist() for batch in again] == whole
 
 
 def test_a_batch_is_a_multiple_of_the_utterances_per_speaker() -> None:

@@ -50,13 +50,6 @@ def test_lists_name_utterances_and_trials(folder: Path) -> None:
     assert (int(data.trials.same.sum()), int((~data.trials.same).sum())) == (2, 8)
 
 
-def test_lists_may_be_anywhere(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "trials.txt"
-    other.write_text((folder / "test_list.txt").read_text())
-    data = speech.load(f"voxceleb:{folder}", Path("unused"), Path("train_list.txt"), other.absolute())
-    assert data.trials.files == load(folder).trials.files
-
-
 def without(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
@@ -172,16 +165,6 @@ def test_it_is_made_once_and_always_the_same(folder: Path, tmp_path: Path) -> No
     speaker_synthesis.make(folder)
     assert marked.exists()
     assert len(list(folder.rglob("*.wav"))) == 10
-
-
-def test_utterances_of_a_speaker_differ(folder: Path) -> None:
-    data = load(folder)
-    contents = {file.read_bytes() for file in (*data.files, *data.trials.files)}
-    assert len(contents) == 10
-    for file in data.files:
-        rate, samples = wavfile.read(file)
-        assert (rate, samples.dtype, len(samples)) == (16_000, np.int16, 24_000)
-        assert 0.1 < np.abs(samples / 32768).max() < 1
 
 
 def test_a_folder_that_can_not_be_written_is_one_message(tmp_path: Path) -> None:

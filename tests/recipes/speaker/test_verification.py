@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ranks import run_ranks
 from scipy.interpolate import interp1d
 from scipy.optimize import brentq
-from sklearn.metrics import det_curve, roc_curve
+from sklearn.metrics import roc_curve
 
 import unitrain
 from unitrain.errors import NonFiniteError
@@ -42,10 +42,7 @@ def test_the_detection_cost_is_the_least_of_all_thresholds(seed: int) -> None:
     scores, same = scores_of(seed)
     thresholds = [-np.inf, *scores, np.inf]
     costs = [0.05 * (scores[same] < t).mean() + 0.95 * (scores[~same] >= t).mean() for t in thresholds]
-    found = error_rates(scores, same).min_dcf
-    assert found == pytest.approx(min(costs) / 0.05, rel=1e-12)
-    false_alarms, misses, _ = det_curve(same, scores)
-    assert found == pytest.approx(min(1.0, (0.05 * misses + 0.95 * false_alarms).min() / 0.05), rel=1e-12)
+    assert error_rates(scores, same).min_dcf == pytest.approx(min(costs) / 0.05, rel=1e-12)
 
 
 def test_perfect_useless_and_opposite_scores() -> None:
@@ -60,12 +57,12 @@ def test_scores_that_are_not_finite_are_an_error() -> None:
         error_rates(np.array([0.0, np.nan]), np.array([True, False]))
 
 
-def trials_of(folder: Path) -> speech.Trials:
+def trials_in(folder: Path) -> speech.Trials:
     return speech.load(f"voxceleb:{folder}", Path(), Path("train_list.txt"), Path("test_list.txt")).trials
 
 
 def rates(folder: Path, crops: int) -> tuple[float, ...]:
-    trials = trials_of(folder)
+    trials = trials_in(folder)
     with unitrain.init(precision="fp64", device="cpu", timeout_s=60) as strategy:
         model = strategy.prepare(speaker_model.build("resnetse10"))
         loader = strategy.dataloader(speech.TrialCrops(trials.files, 0.2, crops), batch_size=2)
@@ -83,9 +80,7 @@ def test_rates_do_not_depend_on_the_ranks_even_if_one_has_no_utterance(tmp_path:
 
 def test_a_score_is_the_mean_cosine_of_all_pairs_of_crops(tmp_path: Path) -> None:
     speaker_synthesis.make(tmp_path / "speech", train=(1, 1), test=(3, 2))
-    trials = speech.load(
-        f"voxceleb:{tmp_path / 'speech'}", Path(), Path("train_list.txt"), Path("test_list.txt")
-    ).trials
+    trials = trials_in(tmp_path / "speech")
     model = speaker_model.build("resnetse10").double().eval()
     crops = speech.TrialCrops(trials.files, 0.2, 3)
     each = [model(crops[i][1].double()).detach().numpy() for i in range(len(crops))]
