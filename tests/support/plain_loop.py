@@ -77,12 +77,16 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(weights(one), weights(other), rtol=1e-12, atol=1e-12)
 
 
+def prepare_model(strategy: Strategy, seed: int = 0) -> tuple[Any, SGD]:
+    """Return a prepared model and its optimizer."""
+    model = model_of(seed)
+    return strategy.prepare(model, sgd(model))
+
+
 @pytest.fixture
 def ready() -> tuple[Strategy, nn.Module, Optimizer]:
     strategy = strategy_of(accumulate=2)
-    model = model_of()
-    prepared, optimizer = strategy.prepare(model, sgd(model))
-    return strategy, prepared, optimizer
+    return strategy, *prepare_model(strategy)
 
 
 Ready = tuple[Strategy, nn.Module, Optimizer]

@@ -6,13 +6,11 @@ import warnings
 
 import pytest
 import torch
-import torchmetrics
 from needs import HOROVOD
 from ranks import run_ranks
 from torch import nn
 
 import unitrain
-from unitrain.features.torchmetrics import synchronise_metric
 
 WORLDS = [("ddp", 2, "spawn"), ("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
 
@@ -109,37 +107,3 @@ def test_ranks_that_round_differently_train_on() -> None:
     first, other = run_ranks(drifting, "1e-6")
     assert first.startswith("the ranks' models differ by rounding: bias (1,) of rank 1 is not that of rank 0.")
     assert other == ""
-
-
-def metrics(backend: str) -> tuple[float, list[float], float, float]:
-    with unitrain.init(backend=backend) as strategy:
-        accuracy = synchronise_metric(torchmetrics.classification.MulticlassAccuracy(3, average="micro"), strategy)
-        collected = synchronise_metric(torchmetrics.CatMetric(), strategy)
-        generator = torch.Generator().manual_seed(0)
-        predictions, labels = torch.randint(3, (2, 41), generator=generator)
-        mine = slice(strategy.rank, None, strategy.world_size)
-        accuracy.update(predictions[mine], labels[mine])
-        collected.update(predictions[mine].float())
-        right = (predictions == labels)[mine]
-        meter = strategy.meter()
-        meter.add(total=right.sum(), count=len(right))
-        return (
-            float(accuracy.compute()),
-            sorted(collected.compute().tolist()),
-            meter.value(),
-            float(strategy.all_reduce(right.sum())),
-        )
-
-
-@pytest.mark.parametrize(("backend", "world", "launcher"), WORLDS)
-def test_torchmetrics_and_meters_see_every_sample_once(backend: str, world: int, launcher: str) -> None:
-    expected = metrics("single")
-    assert len(expected[1]) == 41
-    for found in run_ranks(metrics, backend, nprocs=world, launcher=launcher):  # type: ignore[arg-type]
-        assert found[0] == pytest.approx(expected[0], abs=1e-7)
-        assert found[1:] == expected[1:]
-
-
-def test_metric_refuses_what_is_none() -> None:
-    with unitrain.init(backend="single") as strategy, pytest.raises(unitrain.UsageError, match=r"not int\. For a mean"):
-        synchronise_metric(3, strategy)
