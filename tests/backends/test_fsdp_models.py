@@ -61,13 +61,6 @@ def compiled_blocks() -> tuple[nn.Module, Optimizer]:
     return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def compiled_in_place() -> tuple[nn.Module, Optimizer]:
-    model = gpt2()
-    for block in model.transformer.h:
-        block.compile(backend="eager")
-    return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def checkpointed() -> tuple[nn.Module, Optimizer]:
     """Return a model that computes its blocks again in the backward, in transformers' own way."""
     model = gpt2()
@@ -76,7 +69,7 @@ def checkpointed() -> tuple[nn.Module, Optimizer]:
 
 
 Made = Callable[[], tuple[nn.Module, Optimizer]]
-CASES: list[Made] = [adapted, frozen_trunk, compiled_blocks, compiled_in_place, checkpointed]
+CASES: list[Made] = [adapted, frozen_trunk, compiled_blocks, checkpointed]
 
 
 def train(backend: str, make: Made) -> tuple[list[float], State]:
@@ -100,7 +93,7 @@ def train_all(backend: str) -> list[tuple[list[float], State]]:
     return [train(backend, make) for make in CASES]
 
 
-@pytest.mark.all("five language models, compiled and trained twice")
+@pytest.mark.all("four language models, compiled and trained twice")
 def test_adapters_frozen_parts_and_compiled_blocks_train_as_in_one_process() -> None:
     pytest.importorskip("peft")
     ranks = run_ranks(train_all, "fsdp", timeout=120)

@@ -21,9 +21,9 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adafactor, Muon, Optimizer
 from torch.utils.data import DataLoader
 
-from unitrain import CommunicationError, NonFiniteError, Stopped, Strategy, StrategyConfig, UsageError
+from unitrain import NonFiniteError, Stopped, Strategy, StrategyConfig, UsageError
 from unitrain.testing.duties import DUTIES
-from unitrain.testing.duty import Duty, duty, registered, several_processes
+from unitrain.testing.duty import Duty, duty, registered
 from unitrain.testing.models import (
     EXACT,
     Net,
@@ -359,24 +359,6 @@ def steps_by_hand(world: World) -> None:
             assert torch.equal(flat(model), before)
         alone = sgd(other)  # a rank may train a model of its own
         step_by_hand(other(inputs).sum(), alone)
-
-
-# --------------------------------------------------------------------------------------------------------------- models
-
-
-@duty(needs=several_processes)
-def different_models(world: World) -> None:
-    """If the ranks' models differ, every rank raises an error that names the parameter, and none waits."""
-    with world.open(precision="fp32") as strategy:
-        odd = strategy.rank == strategy.world_size - 1
-        for model, name in [
-            (nn.Sequential(nn.Linear(4, 3 if odd else 2)), "0.weight"),
-            (nn.Sequential(nn.Linear(4, 2, bias=not odd)), "0.bias"),
-            (nn.Sequential(nn.Linear(4, 2).half() if odd else nn.Linear(4, 2)), "0.weight"),
-        ]:
-            with pytest.raises(CommunicationError, match=f"the models of the ranks differ: .*{name}"):
-                strategy.prepare(model)
-        assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size
 
 
 CORE_DUTIES: dict[str, Duty] = {name: one for name, one in registered().items() if name not in DUTIES}

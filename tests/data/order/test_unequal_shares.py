@@ -144,11 +144,12 @@ def test_a_run_goes_on_with_other_shares_in_the_middle_of_an_epoch(tmp_path: Pat
 def statistics() -> list[float]:
     """Return the running mean of a layer that is not synchronised, after one step on rows of 0 (rank 0) and 1."""
     with unitrain.init(backend="ddp", device="cpu", shares=(3, 1), timeout_s=60) as strategy:
-        model = strategy.prepare(nn.BatchNorm1d(1, momentum=1.0))
+        layers = nn.BatchNorm1d(1, momentum=1.0), nn.BatchNorm1d(1, track_running_stats=False)
+        model = strategy.prepare(nn.Sequential(*layers))
         model(torch.full((4, 1), float(strategy.rank)))
         with strategy.evaluation(model):
-            mean = strategy.unwrap(model).get_buffer("running_mean")
-            return [float(mean), float(strategy.unwrap(model).get_buffer("num_batches_tracked"))]
+            mean = strategy.unwrap(model).get_buffer("0.running_mean")
+            return [float(mean), float(strategy.unwrap(model).get_buffer("0.num_batches_tracked"))]
 
 
 def test_statistics_that_are_not_synchronised_are_averaged_by_shares() -> None:
