@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -45,54 +44,11 @@ def test_a_peek_costs_no_epoch_and_no_batch() -> None:
     assert epochs[0][1] != epochs[1][1]
 
 
-def test_a_peek_between_epochs_shows_what_comes() -> None:
-    strategy, loader, model, optimizer = opened()
-    for batch in loader:
-        strategy.step(model(batch[0]).mean(), optimizer)
-    peeked = rows(next(iter(loader)))
-    assert (loader.epoch, rows(next(iter(loader)))) == (1, peeked)
-
-
 def test_one_batch_that_was_peeked_at_can_be_trained_on_again_and_again() -> None:
     strategy, loader, model, optimizer = opened()
     (batch,) = next(iter(loader))
     assert all(strategy.step(model(batch).mean(), optimizer).stepped for _ in range(3))
     assert loader.epoch == 0
-
-
-def test_an_iteration_that_was_trained_on_and_broken_off_is_an_epoch() -> None:
-    strategy, loader, model, optimizer = opened()
-    first = []
-    for batch in loader:
-        strategy.step(model(batch[0]).mean(), optimizer)
-        first.append(rows(batch))
-        break
-    assert loader.state_dict()["consumed"] == 4
-    second = [rows(batch) for batch in loader]
-    assert len(second) == 3
-    assert second[0] != first[0]
-    assert loader.epoch == 2
-
-
-def test_a_checkpoint_after_a_peek_loses_no_batch(tmp_path: Path) -> None:
-    strategy, loader, model, _ = opened()
-    checkpoint = strategy.checkpoint(tmp_path, model=model, loader=loader)
-    peeked = rows(next(iter(loader)))
-    checkpoint.save()
-    strategy.close()
-    strategy, loader, model, _ = opened()
-    assert strategy.checkpoint(tmp_path, model=model, loader=loader).resume()
-    read = [rows(batch) for batch in loader]
-    assert read[0] == peeked
-    assert sorted(chain(*read)) == list(range(12))
-
-
-def test_an_evaluation_that_was_broken_off_begins_again() -> None:
-    strategy, loader, model, _ = opened()
-    with strategy.evaluation(model):
-        first = rows(next(iter(loader)))
-        assert next(iter([rows(batch) for batch in loader])) == first
-    assert loader.epoch == 1
 
 
 def test_the_options_that_type_checkers_know_are_those_of_the_loader() -> None:

@@ -124,16 +124,6 @@ def test_too_few_rounds_would_be_noticed() -> None:
 
 
 @pytest.mark.parametrize("samples", [60_000, 100_003])
-def test_neighbours_are_not_correlated(samples: int) -> None:
-    lags = []
-    for seed in range(20):
-        taken = shuffled(samples, seed)
-        lags += [np.corrcoef(taken[:-lag], taken[lag:])[0, 1] * math.sqrt(samples - lag) for lag in (1, 2, 8, 256)]
-    assert np.abs(lags).max() < 4.5
-    assert normal(float(np.mean(np.square(lags))), 1, math.sqrt(2 / len(lags))) < 3.5
-
-
-@pytest.mark.parametrize("samples", [60_000, 100_003])
 @pytest.mark.parametrize("by", ["epoch", "seed"])
 def test_epochs_and_seeds_are_independent(samples: int, by: str) -> None:
     orders = [shuffled(samples, 0, i) if by == "epoch" else shuffled(samples, i) for i in range(30)]

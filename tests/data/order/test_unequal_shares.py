@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,23 +190,15 @@ def test_shares_that_can_not_be_used_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({0: (2, 1), 1: (1, 2)}, r"the ranks do not run the same: shares is \[2, 1\] on rank 0; \[1, 2\] on rank 1\."),
-        ({0: (2, 1, 1), 1: (2, 1, 1)}, r"shares is \[2, 1, 1\], but this job has 2 ranks: give one for each"),
-    ],
-    ids=["different", "too_many"],
-)
-def test_a_job_with_wrong_shares_ends_with_one_message(
-    given: dict[int, tuple[int, ...]], message: str, tmp_path: Path
-) -> None:
+def test_a_job_with_wrong_shares_ends_with_one_message(tmp_path: Path) -> None:
     """torch.distributed, which has started by the time at which the ranks compare them, would swallow it."""
     script = tmp_path / "train.py"
-    script.write_text(f"import os, unitrain\nunitrain.init(shares={given}[int(os.environ['RANK'])], timeout_s=20)\n")
+    shares = {0: (2, 1), 1: (1, 2)}
+    script.write_text(f"import os, unitrain\nunitrain.init(shares={shares}[int(os.environ['RANK'])], timeout_s=20)\n")
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
     job = run_job(command, tmp_path, deadline=60)
     assert job.code != 0
     assert not job.left
-    assert len(re.findall("unitrain: ", job.stderr)) == 1, job.output
-    assert re.search(f"^unitrain: error: {message}", job.stderr, re.MULTILINE), job.output
+    assert job.stderr.count("unitrain: ") == 1, job.output
+    message = "unitrain: error: the ranks do not run the same: shares is [2, 1] on rank 0; [1, 2] on rank 1."
+    assert message in job.stderr, job.output

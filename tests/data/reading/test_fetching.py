@@ -62,16 +62,6 @@ def test_a_collate_function_gets_the_samples(name: str) -> None:
     assert type(samples) is list
 
 
-@pytest.mark.parametrize("name", [*STILL, "draws"])
-@pytest.mark.parametrize("collate", [default_collate, collate_and_draw])
-def test_the_process_s_generators_stay(name: str, collate: Any) -> None:
-    seed_all(1)
-    expected = (random.random(), np.random.rand(), float(torch.rand(())))
-    seed_all(1)
-    BatchReader(STILL.get(name, Draws()), collate).__getitems__(request(3))
-    assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected
-
-
 def test_without_seeds_all_draw_from_the_process() -> None:
     reader = BatchReader(Draws(), collate_and_draw)
     seed_all(1)
@@ -80,13 +70,6 @@ def test_without_seeds_all_draw_from_the_process() -> None:
     seed_all(1)
     expected = [random.random(), random.random(), random.random(), np.random.beta(1, 1), float(torch.rand(()))]
     assert drawn == expected
-
-
-def test_rows_are_torch_s_batch() -> None:
-    dataset = TensorDataset(torch.randn(5, 3), torch.arange(5))
-    batch = BatchReader(dataset, default_collate).__getitems__(request(3, 1))
-    assert type(batch) is list
-    assert [part.tolist() for part in batch] == [part.tolist() for part in default_collate([dataset[3], dataset[1]])]
 
 
 def test_wrong_indices_say_what_the_dataset_says() -> None:

@@ -7,7 +7,6 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -22,7 +21,6 @@ from streams import (
     SplitsAmongWorkers,
     StatefulShuffling,
     of_workers,
-    write_tars,
 )  # fmt: skip
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -144,34 +142,6 @@ def test_a_stream_that_knows_its_length_plans_with_it() -> None:
         len(unsized)
 
 
-# --------------------------------------------------------------------------------------------------- sharded streams
-
-
-def break_off_and_resume(workers: int) -> tuple[list[int], list[int], list[int]]:
-    strategy = unitrain.init(timeout_s=30)
-
-    def loader() -> Any:
-        return strategy.dataloader(Shards([9, 4, 6, 1]), batch_size=2, **of_workers(workers))
-
-    first = loader()
-    begun = [sample for batch in trained(first, 2) for sample in batch.tolist()]
-    resumed = loader()
-    resumed.load_state_dict(first.state_dict())
-    rest = [sample for batch in resumed for sample in batch.tolist()]
-    return begun, rest, [sample for batch in first for sample in batch.tolist()]
-
-
-@pytest.mark.parametrize(("world_size", "launcher"), WORLDS[1:])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sharded_stream_continues_and_begins_anew(
-    world_size: int, launcher: Literal["spawn", "horovodrun"], workers: int
-) -> None:
-    ranks = run_ranks(break_off_and_resume, workers, nprocs=world_size, launcher=launcher)
-    samples = Shards([9, 4, 6, 1]).samples()
-    assert sorted(sample for begun, rest, _ in ranks for sample in begun + rest) == samples
-    assert sorted(sample for _, _, whole in ranks for sample in whole) == samples
-
-
 def test_what_shards_itself_continues_on_the_same_ranks_and_workers_only() -> None:
     def loader(world_size: int = 1, **given: Any) -> Any:
         return pretended_rank(0, world_size).dataloader(Numbers(9), sharded=True, **{"batch_size": 2, **given})
@@ -249,24 +219,6 @@ def test_what_can_not_be_read_is_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- libraries
-
-
-def read_webdataset(urls: list[str], workers: int) -> list[int]:
-    import webdataset
-
-    strategy = unitrain.init(timeout_s=30)
-    data = webdataset.WebDataset(urls, shardshuffle=False, nodesplitter=webdataset.split_by_node, empty_check=False)
-    loader = strategy.dataloader(data.decode().to_tuple("cls"), batch_size=2, **of_workers(workers))
-    return [sample for (batch,) in loader for sample in batch.tolist()]
-
-
-@pytest.mark.parametrize(("world_size", "launcher"), WORLDS)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_webdataset(tmp_path: Path, world_size: int, launcher: Literal["spawn", "horovodrun"], workers: int) -> None:
-    sizes = [3, 7, 1, 4]
-    urls = write_tars(tmp_path, sizes)
-    ranks = run_ranks(read_webdataset, urls, workers, nprocs=world_size, launcher=launcher)
-    assert sorted(itertools.chain(*ranks)) == Shards(sizes).samples()
 
 
 def hugging_face_rows(sizes: tuple[int, ...], shards: list[int]) -> Iterator[dict[str, int]]:
