@@ -82,18 +82,6 @@ def test_every_type_of_gradient_is_looked_at(dtype: torch.dtype) -> None:
         assert parameters[1].tolist() == [0.5 if stepped else 1.0] * 2
 
 
-@pytest.mark.parametrize("bad", [1.0, *BAD])
-def test_sparse_gradients_are_looked_at(bad: float) -> None:
-    table = torch.nn.Embedding(4, 1, sparse=True)
-    parameters = [*table.parameters(), Parameter(torch.ones(1))]
-    guard = guard_of()
-    for rows, factor in (([1, 2], bad), ([], 1.0), ([0], 1.0)):
-        optimizer = SGD(parameters, lr=1)
-        optimizer.zero_grad()
-        (table(torch.tensor(rows, dtype=torch.long)).sum() * factor + parameters[1].sum()).backward()
-        assert guarded(guard, optimizer, parameters) == (math.isfinite(factor), None)
-
-
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0}])
 @pytest.mark.parametrize("flags", [False, True])
 def test_no_finite_gradient_is_accused(settings: dict[str, Any], flags: bool) -> None:

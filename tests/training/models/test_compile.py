@@ -151,18 +151,6 @@ def test_ranks_train_as_eager_with_stand_ins_and_bounded_recompilation(launcher:
     run_ranks(_as_eager_in_turn, [{"sync_batchnorm": each} for each in synchronized], launcher=launcher)
 
 
-def _accumulated(compiled: bool) -> list[float]:
-    with compiled_by("aot_eager"), _open(precision="bf16", accumulate=2, compile=compiled) as strategy:
-        losses = _epochs(strategy, *_prepared(strategy, _net()), 1)
-        assert not compiled or _graphs()
-        return losses
-
-
-@pytest.mark.soak
-def test_accumulation_and_autocast() -> None:
-    torch.testing.assert_close(run_ranks(_accumulated, True), run_ranks(_accumulated, False), rtol=1e-2, atol=1e-2)
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_model_that_the_script_has_compiled_is_left_as_it_is(in_place: bool) -> None:
     graphs: list[Any] = []
