@@ -61,43 +61,8 @@ def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(batch[0]), batch[1])
 
 
-def _timm_resnet() -> nn.Module:
-    import timm
-
-    return timm.create_model("test_resnet", num_classes=5)
-
-
 def _batch_norm() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
-
-
-def _detector() -> nn.Module:
-    from torchvision.models.detection import RetinaNet
-    from torchvision.models.detection.anchor_utils import AnchorGenerator
-
-    backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=8), nn.GroupNorm(2, 8), nn.ReLU())
-    backbone.out_channels = 8  # type: ignore[assignment]
-    anchors = AnchorGenerator(((16, 24, 32),), ((1.0,),))
-    model: nn.Module = RetinaNet(backbone, 3, min_size=32, max_size=32, anchor_generator=anchors)
-    return model
-
-
-def _boxes(generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-    number = int(torch.randint(1, 4, (), generator=generator))
-    corners = torch.rand(number, 2, generator=generator) * 12
-    boxes = torch.cat([corners, corners + 8 + torch.rand(number, 2, generator=generator) * 8], 1)
-    labels = torch.randint(1, 3, (number,), generator=generator)
-    return torch.rand(3, 32, 32, generator=generator), {"boxes": boxes, "labels": labels}
-
-
-def _lists(samples: list[Any]) -> tuple[list[Any], list[Any]]:
-    images, targets = zip(*samples, strict=True)
-    return list(images), list(targets)
-
-
-def _detect(model: nn.Module, batch: tuple[list[Tensor], list[dict[str, Tensor]]]) -> Tensor:
-    losses: dict[str, Tensor] = model(*batch)
-    return torch.stack(list(losses.values())).sum()
 
 
 class _Tagger(nn.Module):
@@ -162,13 +127,10 @@ def _disjoint_union(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
 
 CASES = {
     "gpt2": Case(_gpt2, _tokens, _token_loss),
-    "timm_resnet": Case(_timm_resnet, _image, _classify, settings={"sync_batchnorm": True}, samples=10),
     "batch_norm": Case(_batch_norm, _image, _classify, settings={"sync_batchnorm": True}, samples=10),
-    "retinanet": Case(_detector, _boxes, _detect, _lists),
     "packed_lstm": Case(_Tagger, _sequence, _regress, _packed),
     "graphs": Case(_Graphs, _graph, _regress, _disjoint_union),
 }
-FEW = ["gpt2", "batch_norm", "packed_lstm"]
 
 
 Trained = tuple[list[float], list[Tensor], int]
@@ -209,12 +171,10 @@ def alone(name: str) -> Trained:
 @pytest.mark.parametrize(
     ("cases", "launcher"),
     [
-        ({"ddp": FEW, "fsdp": FEW}, "spawn"),
-        pytest.param({"ddp": [*CASES]}, "spawn", marks=pytest.mark.all("every case")),
-        pytest.param({"fsdp": [*CASES]}, "spawn", marks=pytest.mark.soak),
+        ({"ddp": [*CASES], "fsdp": [*CASES]}, "spawn"),
         pytest.param({"horovod": [*CASES]}, "horovodrun", marks=[HOROVOD, pytest.mark.soak]),
     ],
-    ids=["ddp, fsdp", "ddp", "fsdp", "horovod"],
+    ids=["ddp, fsdp", "horovod"],
 )
 def test_an_uneven_end_trains_like_one_process(
     cases: dict[str, list[str]], launcher: Literal["spawn", "horovodrun"]

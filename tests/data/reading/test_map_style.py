@@ -24,23 +24,6 @@ def asked(orders: Orders, seed: int | None = 0, number: int = 0) -> list[Request
     return [request for micro_batch, request in pairs if micro_batch.count]
 
 
-def seeds_of(found: list[Request]) -> dict[int, int]:
-    """Return the seed of each sample that is asked for."""
-    return {sample: seed for one in found for sample, seed in zip(one.samples, one.seeds or [], strict=True)}
-
-
-def test_a_sample_s_seed_is_its_own() -> None:
-    alone = seeds_of(asked(orders()))
-    assert sorted(alone) == list(range(SAMPLES))
-    assert len(set(alone.values())) == SAMPLES
-    for world_size in (2, 5):
-        parts = [seeds_of(asked(orders(rank, world_size))) for rank in range(world_size)]
-        assert {sample: seed for part in parts for sample, seed in part.items()} == alone
-        assert sum(map(len, parts)) == SAMPLES
-    assert not set(alone.values()) & set(seeds_of(asked(orders(), number=1)).values())
-    assert not set(alone.values()) & set(seeds_of(asked(orders(), seed=1)).values())
-
-
 def test_without_seeds() -> None:
     assert all(one.seeds is None for one in asked(orders(), seed=None))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from needs import GPU
 from plain_loop import strategy_of
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unitrain import UsageError
@@ -173,46 +173,6 @@ def test_every_type_is_looked_at_on_a_gpu(dtype: torch.dtype, fused: bool) -> No
         stepped, _ = guarded(guard, SGD(parameters, lr=0.5, fused=fused), parameters)
         assert stepped == math.isfinite(bad)
         assert parameters[1].tolist() == [0.5 if stepped else 1.0] * 2
-
-
-def sgd_without_momentum(parameters: Any, **settings: Any) -> SGD:
-    return SGD(parameters, **settings)
-
-
-def sgd_with_momentum(parameters: Any, **settings: Any) -> SGD:
-    return SGD(parameters, momentum=0.9, **settings)
-
-
-@pytest.mark.parametrize("settings", WAYS[:3])
-@pytest.mark.parametrize("make", [sgd_without_momentum, sgd_with_momentum, AdamW])
-def test_a_first_step_given_up_by_the_optimizer_itself_leaves_no_state(
-    make: Callable[..., Optimizer], settings: dict[str, Any]
-) -> None:
-    """Fused SGD makes its momentum's memory in the first step, and does not write to it where the flag is set."""
-    ends = []
-    for bad_steps in ([0, 2, 3], []):
-        parameters = parameters_of(torch.ones(3), torch.ones(2))
-        new = parameters_of(torch.ones(4))
-        optimizer = make(parameters, lr=0.1, fused=True)
-        calls: list[int] = []
-        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append(1))
-        guard = guard_of(flags=True, **settings)
-        taken = 0
-        for step in range(2 + len(bad_steps)):
-            if taken == 1 and len(parameters) == 2:
-                parameters += new
-                optimizer.add_param_group({"params": new})
-            for p in parameters:
-                p.grad = torch.full_like(p, math.nan if step in bad_steps else 0.5)
-            before = state_of(optimizer)
-            stepped, _ = guarded(guard, optimizer, parameters)
-            assert stepped == (step not in bad_steps)
-            assert stepped or len(state_of(optimizer)) == len(before)
-            taken += stepped
-        assert len(calls) == 2 + len(bad_steps), "every step was queued before the host knew"
-        state = [value for its in state_of(optimizer) for value in its.values()]
-        ends.append(torch.cat([t.detach().reshape(-1) for t in [*parameters, *state]]))
-    assert torch.equal(*ends)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "complex"])

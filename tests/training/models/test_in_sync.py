@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 import unitrain
 
-WORLDS = [("ddp", 2, "spawn"), ("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
+WORLDS = [("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -69,37 +70,18 @@ def drifting(change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("1", "epoch 0: the ranks' models differ: bias (1,) of rank 1 is not that of rank 0."),
-        ("lr", "epoch 0: the optimizers of the ranks differ: lr of parameter group 0 is 0.1 on rank 0; 0.2 on"),
+        ("1", r"epoch 0: the ranks' models differ: bias \(1,\) of rank 1 is not that of rank 0\."),
+        (
+            "lr",
+            r"epoch 0: the optimizers of the ranks differ: lr of parameter group 0 is 0\.1 on rank 0; 0\.2 on .*"
+            r"and step a ReduceLROnPlateau with the same metric, as a meter's value\(\)\.$",
+        ),
     ],
 )
 def test_ranks_that_drifted_apart_are_noticed_at_the_end_of_an_epoch(change: str, said: str) -> None:
     first, other = run_ranks(drifting, change)
-    assert first.startswith(said)
+    assert re.match(said, first), first
     assert other == first
-
-
-def plateau() -> str:
-    """Step a ReduceLROnPlateau with another metric on each rank: rank 1's gets worse. Return the error."""
-    with unitrain.init(backend="ddp") as strategy:
-        model = nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        loader = strategy.dataloader(torch.utils.data.TensorDataset(torch.eye(8, 2)), global_batch_size=4)
-        try:
-            for epoch in loader.epochs(4):
-                for (x,) in loader:
-                    strategy.step(model(x).mean(), optimizer)
-                scheduler.step(epoch if strategy.rank else -epoch)
-        except unitrain.CommunicationError as error:
-            return f"epoch {epoch}: {error}"
-    return "nothing"
-
-
-def test_a_plateau_of_one_rank_is_noticed() -> None:
-    for said in run_ranks(plateau):
-        assert said.startswith("epoch 2: the optimizers of the ranks differ: lr of parameter group 0 is 0.1 on")
-        assert said.endswith("and step a ReduceLROnPlateau with the same metric, as a meter's value().")
 
 
 def test_ranks_that_round_differently_train_on() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from pretended import pretended_rank
 from ranks import run_ranks
 from torch import nn
 from torch.nn import Parameter
@@ -14,8 +13,6 @@ from torch.optim import SGD
 
 import unitrain
 from unitrain import ConfigError, Strategy
-from unitrain.training.gradients import gradients
-from unitrain.training.loop.averaging import GradientAveraging
 from unitrain.training.models.passes import ModulePass
 
 
@@ -114,26 +111,3 @@ def scaled() -> tuple[float, float]:
 
 def test_a_pass_of_a_script_on_several_ranks() -> None:
     assert run_ranks(scaled) == [(3.0, 1.5)] * 2
-
-
-@pytest.mark.parametrize("communicates", [False, True])
-def test_gradients_wait_for_the_end_of_a_backward_in_which_a_module_communicates(
-    communicates: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overlaps: list[bool] = []
-    reducer = gradients.GradientReducer
-
-    def made(*args: object, overlap: bool, **options: object) -> gradients.GradientReducer:
-        overlaps.append(overlap)
-        return reducer(*args, overlap=overlap, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("unitrain.training.loop.averaging.GradientReducer", made)
-    rank = pretended_rank(0, 2)
-    backend = rank.communicator.collectives._backend
-    passes: list[ModulePass] = []
-    averaging = GradientAveraging(rank.communicator, backend, rank.config, passes)
-    passes.append(added := ModulePass())  # by a feature, later
-    added.communicates = communicates
-    averaging.finishers([Parameter(torch.ones(1))])
-    assert overlaps == [not communicates]
-    averaging.close()
