@@ -317,20 +317,6 @@ def test_help_lists_every_setting_with_meaning_allowed_values_and_default(
         assert f"\n{heading}\n" in text
 
 
-def test_help_imports_no_engine() -> None:
-    code = (
-        "import sys, unitrain; from unitrain.config import Section; from unitrain.settings import parse_command_line\n"
-        "class R(Section):\n  strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()\n"
-        "try: parse_command_line(R, ['--help'], prog='r', description='')\n"
-        "except SystemExit: print(*set(sys.argv[1:]) & set(sys.modules), file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "horovod", "mpi4py", "torch._dynamo"], capture_output=True, text=True, check=True
-    )
-    assert done.stderr.strip() == ""
-    assert "--strategy.horovod.controller" in done.stdout
-
-
 # ---- wrong flags, variables and keywords ----
 
 

@@ -241,9 +241,11 @@ def test_a_dataloader_is_converted() -> None:
 
     assert batches(DataLoader(DATA, 4)) == [DATA[i : i + 4] for i in range(0, 20, 4)]
     assert batches(DataLoader(DATA, 8, drop_last=True)) == [DATA[:8], DATA[8:16]]
-    assert batches(DataLoader(DATA, 4), global_batch_size=10) == [DATA[:10], DATA[10:]]
+    assert batches(DataLoader(DATA, 4, num_workers=1, timeout=30), global_batch_size=10) == [DATA[:10], DATA[10:]]
     assert batches(DataLoader(DATA, batch_sampler=[[1, 2], [5]])) == [[1, 2], [5]]
     assert batches(DataLoader(DATA, 2, sampler=[7, 8, 9])) == [[7, 8], [9]]
+    nine = RandomSampler(DATA, replacement=True, num_samples=9)
+    assert [len(batch) for batch in batches(DataLoader(DATA, 6, sampler=nine))] == [6, 3]
     assert batches(DataLoader(DATA, 2, collate_fn=lambda samples: torch.tensor(samples) + 100, sampler=[7])) == [[107]]
     shuffled = batches(DataLoader(DATA, 20, shuffle=True))
     assert shuffled == [list(batch) for batch in pretended_rank().dataloader(DATA, batch_size=20, shuffle=True)]

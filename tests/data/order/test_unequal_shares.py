@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from jobs import run_job
-from needs import HOROVOD
 from pretended import pretended_rank
 from ranks import run_ranks
 from streams import Numbers, Shards
@@ -26,7 +24,7 @@ SAMPLES, GLOBAL_BATCH, EPOCHS = 23, 10, 2
 def data(samples: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
-    return TensorDataset(torch.arange(samples), inputs, inputs[:, :2].sin())
+    return TensorDataset(inputs, inputs[:, :2].sin())
 
 
 def net() -> nn.Sequential:
@@ -45,98 +43,46 @@ class Run:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.model, self.optimizer = self.strategy.prepare(self.model, optimizer)
         self.loader = self.strategy.dataloader(data(), global_batch_size=GLOBAL_BATCH, shuffle=True)
-        self.seen: list[list[int]] = []
         self.losses: list[float] = []
 
     def train(self, epochs: int, steps: int = 1000) -> None:
         for _ in self.loader.epochs(epochs):
-            for indices, inputs, targets in self.loader:
+            for inputs, targets in self.loader:
                 meter = self.strategy.meter()
                 loss = mse_loss(self.model(inputs), targets)
                 meter.add(mean=loss, count=len(targets))
                 self.strategy.step(loss, self.optimizer)
-                self.seen.append([] if self.loader.stand_in else indices.tolist())
                 self.losses.append(meter.value())
                 if len(self.losses) == steps:
                     return
-
-    def outputs(self) -> tuple[list[int], Tensor]:
-        """Return the samples and outputs of an evaluation, gathered in its loop."""
-        loader = self.strategy.dataloader(data(27), batch_size=3)
-        parts = []
-        with self.strategy.evaluation(self.model):
-            for indices, inputs, _ in loader:
-                parts.append(self.strategy.gather((indices, self.model(inputs))))
-        order = torch.cat([indices for indices, _ in parts])
-        return order.tolist(), torch.cat([out for _, out in parts])[order.argsort()]
 
     def weights(self) -> list[Tensor]:
         return [value.double() for value in self.strategy.unwrap(self.model).state_dict().values()]
 
 
-Trained = tuple[list[float], list[Tensor], list[list[int]], Tensor]
-
-
-def train(shares: tuple[int, ...] | None, **settings: Any) -> Trained:
-    run = Run(shares=shares, **settings)
-    with run.strategy:
-        run.train(EPOCHS)
-        order, outputs = run.outputs()
-        assert sorted(order) == list(range(27))
-        return run.losses, run.weights(), run.seen, outputs
-
-
-def train_all(backend: str, all_shares: list[tuple[int, ...]]) -> list[Trained]:
-    return [train(shares, backend=backend) for shares in all_shares]
-
-
-@pytest.mark.parametrize(
-    ("backend", "launcher"), [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD)]
-)
-def test_the_training_is_that_of_one_process(backend: str, launcher: Literal["spawn", "horovodrun"]) -> None:
-    """The last batch of an epoch has 3 samples: with shares 2, 1, 1 and with 1, 5, 2 a rank has none of them."""
-    all_shares = [(2, 1, 1), (1, 5, 2)]
-    losses, weights, steps, outputs = train(None, backend="single")
-    ranks = run_ranks(train_all, backend, all_shares, nprocs=3, launcher=launcher)
-    for shares, *results in zip(all_shares, *ranks, strict=True):
-        for found in results:
-            assert found[0] == pytest.approx(losses, rel=0, abs=1e-9)
-            for ours, theirs in zip(found[1], weights, strict=True):
-                assert float((ours - theirs).abs().max()) < 1e-9
-            assert float((found[3] - outputs).abs().max()) < 1e-9
-        for step, parts in zip(steps, zip(*(found[2] for found in results), strict=True), strict=True):
-            assert sorted(itertools.chain(*parts)) == sorted(step)
-            exact = [len(step) * share / sum(shares) for share in shares]
-            assert all(abs(len(part) - n) < 1 for part, n in zip(parts, exact, strict=True))
-        assert any(not part for found in results for part in found[2]), "a rank had a stand-in"
-
-
-def go_on(folder: str, plan: list[tuple[tuple[int, ...], int]]) -> Run:
-    """Train some steps for each shares, each time in a run that continues the one before; return the last."""
+def train_in_parts(folder: str, plan: list[tuple[tuple[int, ...], int]]) -> tuple[list[float], list[Tensor]]:
+    """Train some steps for each shares, each time in a run that continues the one before; return the last one's."""
     for shares, steps in plan:
         run = Run(backend="ddp", shares=shares)
-        checkpoint = run.strategy.checkpoint(
-            folder, model=run.model, optimizer=run.optimizer, loader=run.loader, background=False
-        )
-        assert checkpoint.resume() == (run.strategy.global_step > 0)
-        run.train(EPOCHS, steps)
-        checkpoint.save()
-        run.strategy.close()
-    return run
-
-
-def continued(folder: str, plan: list[tuple[tuple[int, ...], int]]) -> tuple[list[float], list[Tensor]]:
-    run = go_on(folder, plan)
+        with run.strategy:
+            checkpoint = run.strategy.checkpoint(
+                folder, model=run.model, optimizer=run.optimizer, loader=run.loader, background=False
+            )
+            assert checkpoint.resume() == (run.strategy.global_step > 0)
+            run.train(EPOCHS, steps)
+            checkpoint.save()
     return run.losses, run.weights()
 
 
 def test_a_run_goes_on_with_other_shares_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    """The steps of an epoch are 10, 10 and 3 samples; the run is stopped after 1, after 2 and after 4 steps."""
-    losses, weights, *_ = train(None, backend="single")
-    run_ranks(continued, str(tmp_path), [((2, 1, 1), 1), ((1, 1, 3), 1)], nprocs=3)
-    for found in run_ranks(continued, str(tmp_path), [((1, 4), 2), ((1, 1), 1000)], nprocs=2):
-        assert found[0] == pytest.approx(losses[4:], rel=0, abs=1e-9)
-        for ours, theirs in zip(found[1], weights, strict=True):
+    """The steps of an epoch are 10, 10 and 3 samples, of which a rank may have none: stopped after 1, 2 and 4 steps."""
+    alone = Run(backend="single")
+    with alone.strategy:
+        alone.train(EPOCHS)
+    run_ranks(train_in_parts, str(tmp_path), [((2, 1, 1), 1), ((1, 1, 3), 1)], nprocs=3)
+    for losses, weights in run_ranks(train_in_parts, str(tmp_path), [((1, 4), 2), ((1, 1), 1000)], nprocs=2):
+        assert losses == pytest.approx(alone.losses[4:], rel=0, abs=1e-9)
+        for ours, theirs in zip(weights, alone.weights(), strict=True):
             assert float((ours - theirs).abs().max()) < 1e-9
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 import unitrain
-from unitrain import Stopped, UsageError
+from unitrain import UsageError
 from unitrain.testing.models import Net, Twins, samples, step_by_hand
 
 __all__ = ["ready"]  # the fixture
@@ -74,36 +73,6 @@ def test_one_batch_of_one_process_has_the_gradient_of_the_sum_bit_for_bit() -> N
     assert torch.equal(weights(model), weights(expected))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("none", [0, torch.tensor(0)])
-def test_a_mean_of_nothing_adds_nothing(accumulate: int, none: Any) -> None:
-    """Its gradient would be 0 times infinity."""
-    strategy = strategy_of(accumulate=accumulate, on_nonfinite="raise")
-    model, optimizer = prepare_model(strategy)
-    expected = model_of()
-    for _ in range(accumulate):
-        out = model(X)
-        empty = 2.0 * (out[:0].pow(2).sum() / 0 + out.sum() / 0)
-        strategy.step([out.pow(2).mean(), empty], optimizer, weight=[3, none])
-    step_by_hand(expected(X).pow(2).mean(), sgd(expected))
-    assert_equal(model, expected)
-
-
-def test_several_optimizers_share_the_losses() -> None:
-    strategy = strategy_of(accumulate=2)
-    models, optimizers = zip(*(prepare_model(strategy, seed) for seed in (1, 2)), strict=True)
-    expected = [model_of(1), model_of(2)]
-    total = torch.zeros(())
-    for rows, counts in ((slice(2), [1.0, 4.0]), (slice(2, 6), [3.0, 1.0])):
-        out = models[0](X[rows]) + models[1](X[rows])
-        strategy.step([out.pow(2).mean(), out.abs().mean()], list(optimizers), weight=counts)
-        out = expected[0](X[rows]) + expected[1](X[rows])
-        total = total + out.pow(2).mean() * counts[0] / 4 + out.abs().mean() * counts[1] / 5
-    step_by_hand(total, *map(sgd, expected))
-    for model, trained_by_hand in zip(models, expected, strict=True):
-        assert_equal(model, trained_by_hand)
-
-
 def test_fp16_scales_all_of_them_and_an_overflow_of_one_skips() -> None:
     strategy = unitrain.init(backend="single", precision="fp16")
     model, expected = model_of().float(), model_of().float()
@@ -117,17 +86,6 @@ def test_fp16_scales_all_of_them_and_an_overflow_of_one_skips() -> None:
         result = strategy.step([out.pow(2).mean() * factor, out.abs().mean()], optimizer, weight=[2, 3])
         assert result.skipped == (factor > 1)
     torch.testing.assert_close(weights(model), weights(expected), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_one_that_is_not_finite_stops_the_run(accumulate: int) -> None:
-    strategy = strategy_of(accumulate=accumulate)
-    model, optimizer = prepare_model(strategy)
-    before = weights(model)
-    with pytest.raises(Stopped):  # noqa: PT012
-        for _ in range(accumulate):
-            strategy.step([model(X).sum(), model(X).sum() * math.nan], optimizer, weight=[1, 2])
-    assert torch.equal(weights(model), before)
 
 
 @pytest.mark.parametrize(
@@ -222,24 +180,3 @@ def differ(names: tuple[str, str]) -> str:
 def test_ranks_with_different_losses_are_told(names: tuple[str, str]) -> None:
     for said in run_ranks(differ, names):
         assert said.startswith("the ranks, or the micro-batches of a window, pass different losses (by number or by na")
-
-
-def collectives(several: bool) -> list[str]:
-    """Return the reductions of the core in a step, of one loss with a weight or of two."""
-    with unitrain.init(backend="ddp", precision="fp64", device="cpu", timeout_s=30) as strategy:
-        twins, made = Twins(strategy), []
-        reduce = strategy.communicator.collectives.all_reduce_async
-
-        def recorded(tensor: Tensor, op: str, name: str) -> Callable[[], None]:
-            made.append(name)
-            return reduce(tensor, op, name)
-
-        strategy.communicator.collectives.all_reduce_async = recorded
-        out = twins.prepared(twins.rows)
-        loss: Any = [out.sum(), out.abs().mean()] if several else out.sum()
-        strategy.step(loss, twins.optimizer, weight=[2, 3] if several else 2)
-        return list(made)  # close() makes another
-
-
-def test_it_takes_the_one_reduction_that_a_weight_takes() -> None:
-    assert run_ranks(collectives, True) == run_ranks(collectives, False) == [["weight of optimizer 0"]] * 2
