@@ -19,8 +19,7 @@ ROWS = TensorDataset(torch.arange(12.0).unsqueeze(1))
 
 def opened() -> tuple[unitrain.Strategy, Loader, nn.Module, torch.optim.Optimizer]:
     strategy = unitrain.init(backend="single")
-    model = nn.Linear(1, 1)
-    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001))
+    model, optimizer = strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.001))
     return strategy, strategy.dataloader(ROWS, global_batch_size=4, shuffle=True), model, optimizer
 
 

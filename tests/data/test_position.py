@@ -278,8 +278,7 @@ def test_two_iterations_at_once_are_refused() -> None:
 
 def test_training_goes_on_after_a_state_was_loaded_within_a_window() -> None:
     strategy = unitrain.init(backend="single", accumulate=2)
-    model = nn.Linear(1, 1)
-    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
     loader = strategy.dataloader(TensorDataset(torch.randn(12, 1)), global_batch_size=4)
     saved = None
     for i, (inputs,) in enumerate(loader):

@@ -68,8 +68,7 @@ def numbers(batch: Any) -> list[int]:
 def train(folder: Path, urls: list[str], workers: int, stop: int | None) -> dict[str, list[list[int]]]:
     """Train from where the checkpoint is, for some steps of an epoch. Return the samples of each step, by dataset."""
     strategy = unitrain.init(timeout_s=60)
-    model = nn.Linear(1, 1)
-    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    model, optimizer = strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=1e-6))
     loaders: dict[str, Any] = {
         kind: strategy.dataloader(data_of(kind, urls), global_batch_size=6, shards=(4, 2), **of_workers(workers))
         for kind in KINDS

@@ -36,8 +36,7 @@ def train(backend: str) -> tuple[list[bool], list[float], dict[str, Tensor]]:
     }
     with unitrain.init(**settings) as strategy:
         torch.manual_seed(0)
-        model = Scaled()
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(model := Scaled(), torch.optim.SGD(model.parameters(), lr=0.1))
         stepped, scales = [], []
         for step in range(3):
             loss = model(torch.full((2, 3), 1.0 + strategy.rank)).float().square().mean() * 1e-3

@@ -18,9 +18,6 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import Strategy, UsageError
-from unitrain.data.loop import Iteration
-from unitrain.data.order.sharding import MicroBatch
-from unitrain.training.loop.batches import OpenBatches
 
 SAMPLES, GLOBAL_BATCH = 11, 4  # 4, 4 and 3: the last batch weighs differently on each rank
 EPOCHS = 2
@@ -244,26 +241,11 @@ def test_two_loaders_of_other_shares_are_refused() -> None:
         assert "several batches were taken from loaders before this backward" in said
 
 
-def test_batches_of_a_dropped_iteration_are_not_looked_for() -> None:
-    batches = OpenBatches()
-    micro_batch = MicroBatch(0, 1, 1, 1, 0, first=True, last=True, opening=True, everywhere=True)
-    dropped, following = Iteration(object()), Iteration(object())
-    for iteration in (dropped, dropped):
-        batches.take(micro_batch, iteration)
-    batches.drop(dropped)
-    for iteration in (following, following):
-        batches.take(micro_batch, iteration)
-    assert batches.of_backward(weighted=False) is micro_batch
-    assert following.trained
-    assert not dropped.trained
-
-
 def positions_with_a_resume(folder: Path) -> list[tuple[int, int]]:
     """Return what the ranks compare, after each step of a run that goes back to an earlier one."""
     found = []
     with unitrain.init(backend="ddp", device="cpu") as strategy:
-        model = nn.Linear(1, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
         loader = strategy.dataloader(TensorDataset(torch.ones(20, 1)), global_batch_size=4)
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, loader=loader)
         for _ in range(2):

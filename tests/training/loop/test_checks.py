@@ -27,8 +27,7 @@ def train_on(own_share: bool) -> list[str]:
     """Train on the same samples on all ranks, but for the first step, or on other ones, but for the first."""
     with unitrain.init(backend="ddp") as strategy, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        model = nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(5):
             strategy.step(model(ones(1, 2) + step * (strategy.rank if own_share else 1)).sum(), optimizer)
         return [f"{one.filename}: {one.message}" for one in seen]
@@ -88,8 +87,7 @@ def loaders(strategy: unitrain.Strategy) -> dict[str, Any]:
 def train_by(name: str) -> list[str]:
     with unitrain.init(backend="ddp") as strategy, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        model = nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in loaders(strategy)[name]:
             x = batch[0] if isinstance(batch, (list, tuple)) else batch
             strategy.step(model(x).mean(), optimizer)

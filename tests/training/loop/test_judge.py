@@ -59,8 +59,7 @@ def test_nonfinite_gradient_of_a_finite_loss_is_caught(settings: dict[str, Any],
 
 def test_a_sparse_gradient_that_is_not_finite_is_named() -> None:
     strategy = strategy_of(on_nonfinite="raise")
-    model = nn.Embedding(5, 3, sparse=True)
-    model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+    model, optimizer = strategy.prepare(model := nn.Embedding(5, 3, sparse=True), SGD(model.parameters(), lr=0.1))
     model.get_parameter("weight").register_hook(lambda g: g * math.inf)  # type: ignore[no-untyped-call]
     with pytest.raises(NonFiniteError, match="first affected parameter: weight"):
         strategy.step(model(torch.tensor([1, 2])).sum(), optimizer)

@@ -55,8 +55,7 @@ def test_fp16_gradients_are_clipped_unscaled() -> None:
 
 def test_nan_at_the_smallest_scale_is_not_an_overflow() -> None:
     strategy = unitrain.init(backend="single", precision="fp16")
-    model = model_of().float()
-    model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+    model, optimizer = strategy.prepare(model := model_of().float(), SGD(model.parameters(), lr=0.1))
     with pytest.raises(Stopped):  # noqa: PT012
         for _ in range(50):
             strategy.step(model(torch.ones(1, 4)).sum() * math.nan, optimizer)

@@ -104,8 +104,7 @@ def test_few_steps_are_looked_at() -> None:
 def train_with_ignored_targets() -> list[str]:
     with unitrain.init(backend="ddp") as strategy, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        model = nn.Linear(3, 3)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(model := nn.Linear(3, 3), torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(3):
             strategy.step(cross_entropy(model(torch.randn(5, 3)), LABELS), optimizer)
     return [f"{one.filename}: {one.message}" for one in seen]

@@ -53,8 +53,7 @@ def rows(rank: int, step: int) -> Tensor:
 def train(backend: str, broadcast: bool, steps: int) -> dict[str, Any]:
     with unitrain.init(backend=backend, broadcast_buffers=broadcast, device="cpu", timeout_s=30) as strategy:
         torch.manual_seed(0)
-        model = Codebook()
-        prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        prepared, optimizer = strategy.prepare(model := Codebook(), torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(steps):
             strategy.step(prepared(rows(strategy.rank, step)).pow(2).mean(), optimizer)
         return {name: tensor.clone() for name, tensor in [*model.named_buffers(), *model.named_parameters()]}

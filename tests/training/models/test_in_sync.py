@@ -50,8 +50,7 @@ def drifting(change: str) -> str:
     """Train two epochs, of which the second one begins with ranks that differ. Return the error and its place."""
     with unitrain.init(backend="ddp") as strategy, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        model = nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
         loader = strategy.dataloader(torch.utils.data.TensorDataset(torch.eye(8, 2)), global_batch_size=4)
         try:
             for epoch in loader.epochs(2):

@@ -115,8 +115,7 @@ def test_a_scheduler_that_can_not_be_stepped_is_refused_before_the_weights_chang
     make: Any, message: str, split: bool
 ) -> None:
     strategy = strategy_of()
-    model = model_of()
-    model, optimizer = strategy.prepare(model, sgd(model))
+    model, optimizer = strategy.prepare(model := model_of(), sgd(model))
     before = weights(model)
     inputs, targets = data().tensors
     loss = mse_loss(model(inputs), targets)
