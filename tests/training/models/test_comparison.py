@@ -79,10 +79,10 @@ def prepare_apart(backend: str) -> list[str]:
         odd = strategy.rank == strategy.world_size - 1
         for kind, _, case in CASES:
             make = case[1] if odd else case[0]
+            model = nn.Linear(2, 1)
+            given: tuple[Any, ...] = (make(),) if kind == "models" else (model, make(model))
             with pytest.raises(CommunicationError) as refused:
-                strategy.prepare(make()) if kind == "models" else strategy.prepare(
-                    model := nn.Linear(2, 1), make(model)
-                )
+                strategy.prepare(*given)
             said.append(str(refused.value))
         assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size
     return said
