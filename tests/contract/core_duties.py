@@ -10,7 +10,6 @@ import contextlib
 import io
 import math
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -306,10 +305,6 @@ def optimizers_of_one_model(world: World) -> None:
         twins.assert_same()
 
 
-def _adafactor(model: Net) -> list[Optimizer]:
-    return [Adafactor(model.parameters())]
-
-
 def _muon(model: Net) -> list[Optimizer]:
     layers = (model.first, model.last)
     return [Muon([layer.weight for layer in layers]), Adafactor([layer.bias for layer in layers])]
@@ -317,16 +312,13 @@ def _muon(model: Net) -> list[Optimizer]:
 
 @duty(
     # Features are folders that can be deleted: without this one, there is no such setting.
-    needs=lambda world, _: (
-        world.processes > 1 and not world.shards and "shard_optimizer" in StrategyConfig.model_fields
-    ),
-    each={"muon": _muon, "adafactor": _adafactor},
+    needs=lambda world: world.processes > 1 and not world.shards and "shard_optimizer" in StrategyConfig.model_fields,
 )
-def sharded_optimizers(world: World, make: Callable[[Net], list[Optimizer]]) -> None:
+def sharded_optimizers(world: World) -> None:
     """With shard_optimizer, each rank has a part of the state, also of an optimizer that uses whole parameters."""
     with world.open(shard_optimizer=True, clip_norm=0.5) as strategy:
         twins = Twins(strategy)
-        optimizers, by_hand = [strategy.prepare(one) for one in make(twins.model)], make(twins.expected)
+        optimizers, by_hand = [strategy.prepare(one) for one in _muon(twins.model)], _muon(twins.expected)
         for one in by_hand:
             clip_by_hand(one, 0.5)
         for _ in range(5):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pretended import pretended_rank
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import unitrain
 from unitrain import Strategy
@@ -76,22 +76,3 @@ def test_batch_size_is_that_of_one_process(
         assert (len(loader), loader.steps_per_epoch, len(list(loader))) == (batches, steps, batches)
         assert loader.global_batch_size == world_size * batch_size * accumulate
         assert max(len(rows) for (rows,) in loader) == batch_size
-
-
-def test_a_dataset_s_own_batches_are_read_at_once(strategy: Strategy) -> None:
-    class Table(Dataset[int]):
-        asked: list[list[int]] = []
-
-        def __len__(self) -> int:
-            return 5
-
-        def __getitem__(self, index: int) -> int:
-            raise AssertionError("one by one")
-
-        def __getitems__(self, indices: list[int]) -> list[int]:
-            self.asked.append(indices)
-            return indices
-
-    loader = strategy.dataloader(Subset(Table(), [4, 3, 2]), batch_size=2, sample_seeding=False)
-    assert [batch.tolist() for batch in loader] == [[4, 3], [2]]
-    assert Table.asked == [[4, 3], [2]]

@@ -1,10 +1,8 @@
-"""Other people's models, on ranks that have no sample of the last batch: the training is that of one process."""
+"""Models whose batches are no plain tensors, on ranks that have no sample of the last one: as on one process."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -18,8 +16,7 @@ from torch.utils.data import default_collate
 
 import unitrain
 
-GLOBAL_BATCH = 4
-EPOCHS = 2
+SAMPLES, GLOBAL_BATCH, EPOCHS = 9, 4, 2  # the last batch has one sample, which is rank 0's
 
 
 class Case(NamedTuple):
@@ -29,9 +26,6 @@ class Case(NamedTuple):
     sample: Callable[[torch.Generator], Any]
     loss: Callable[[nn.Module, Any], Tensor]
     collate: Callable[[list[Any]], Any] = default_collate
-    settings: Mapping[str, Any] = {}
-    samples: int = 9
-    """The last batch has one sample, which is rank 0's. BatchNorm needs two."""
 
 
 def _tokens(generator: torch.Generator) -> dict[str, Tensor]:
@@ -51,18 +45,6 @@ def _gpt2() -> Any:
     sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
     off = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": 1, "eos_token_id": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, **off))
-
-
-def _image(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    return torch.randn(3, 32, 32, generator=generator), torch.randint(5, (), generator=generator)
-
-
-def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return cross_entropy(model(batch[0]), batch[1])
-
-
-def _batch_norm() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
 
 
 class _Tagger(nn.Module):
@@ -87,52 +69,11 @@ def _packed(samples: list[Any]) -> tuple[PackedSequence, Tensor]:
     return pack_sequence(list(sequences), enforce_sorted=False), torch.stack(list(targets)).double()
 
 
-def _regress(model: nn.Module, batch: tuple[Any, Tensor]) -> Tensor:
+def _regress(model: nn.Module, batch: tuple[PackedSequence, Tensor]) -> Tensor:
     return mse_loss(model(batch[0]), batch[1])
 
 
-class _Graphs(nn.Module):
-    """Sums messages over edges, and nodes over their graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.message, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, graphs: dict[str, Tensor]) -> Tensor:
-        nodes, (source, target) = graphs["nodes"], graphs["edges"]
-        nodes = torch.tanh(nodes.index_add(0, target, self.message(nodes)[source]))
-        pooled = nodes.new_zeros(int(graphs["graph"].max()) + 1, 4).index_add(0, graphs["graph"], nodes)
-        out: Tensor = self.out(pooled)
-        return out
-
-
-def _graph(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    number = int(torch.randint(2, 6, (), generator=generator))
-    return (
-        torch.randn(number, 4, generator=generator),
-        torch.randint(number, (2, 2 * number), generator=generator),
-        torch.randn(1, generator=generator),
-    )
-
-
-def _disjoint_union(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
-    sizes = [len(nodes) for nodes, _, _ in samples]
-    starts = [0, *itertools.accumulate(sizes)]
-    edges = [edges + start for (_, edges, _), start in zip(samples, starts, strict=False)]
-    graph = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    nodes = torch.cat([nodes for nodes, _, _ in samples])
-    targets = torch.stack([target for _, _, target in samples]).double()
-    return {"nodes": nodes, "edges": torch.cat(edges, 1), "graph": graph}, targets
-
-
-CASES = {
-    "gpt2": Case(_gpt2, _tokens, _token_loss),
-    "batch_norm": Case(_batch_norm, _image, _classify, settings={"sync_batchnorm": True}, samples=10),
-    "packed_lstm": Case(_Tagger, _sequence, _regress, _packed),
-    "graphs": Case(_Graphs, _graph, _regress, _disjoint_union),
-}
-
-
+CASES = {"gpt2": Case(_gpt2, _tokens, _token_loss), "packed_lstm": Case(_Tagger, _sequence, _regress, _packed)}
 Trained = tuple[list[float], list[Tensor], int]
 
 
@@ -140,8 +81,8 @@ def train(name: str, backend: str) -> Trained:
     """Return the losses of the epochs, the weights, and the number of stand-ins."""
     case = CASES[name]
     generator = torch.Generator().manual_seed(0)
-    samples = [case.sample(generator) for _ in range(case.samples)]
-    with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60, **case.settings) as strategy:
+    samples = [case.sample(generator) for _ in range(SAMPLES)]
+    with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60) as strategy:
         torch.manual_seed(1)
         model = case.model()
         model, optimizer = strategy.prepare(model.train(), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
@@ -161,35 +102,24 @@ def train(name: str, backend: str) -> Trained:
         return losses, state, stand_ins
 
 
-@cache
-def alone(name: str) -> Trained:
-    return train(name, "single")
+def train_all(backend: str) -> list[Trained]:
+    return [train(name, backend) for name in CASES]
 
 
-@pytest.mark.slow("two backends train three models")
-@pytest.mark.xdist_group("stand_ins")
+@pytest.mark.slow("trains a language model")
 @pytest.mark.parametrize(
-    ("cases", "launcher"),
+    ("backend", "launcher"),
     [
-        ({"ddp": [*CASES], "fsdp": [*CASES]}, "spawn"),
-        pytest.param({"horovod": [*CASES]}, "horovodrun", marks=[HOROVOD, pytest.mark.soak]),
+        ("ddp", "spawn"),
+        ("fsdp", "spawn"),
+        pytest.param("horovod", "horovodrun", marks=[HOROVOD, pytest.mark.soak]),
     ],
-    ids=["ddp, fsdp", "horovod"],
 )
-def test_an_uneven_end_trains_like_one_process(
-    cases: dict[str, list[str]], launcher: Literal["spawn", "horovodrun"]
-) -> None:
-    ranks = run_ranks(train_all, cases, nprocs=3, launcher=launcher, timeout=200)
-    for backend, name in ((backend, name) for backend, names in cases.items() for name in names):
-        losses, weights, _ = alone(name)
-        for rank, of_rank in enumerate(ranks):
-            found = of_rank[backend]
-            assert found[name][2] == (EPOCHS if rank >= CASES[name].samples % GLOBAL_BATCH else 0), name
-            assert found[name][0] == pytest.approx(losses, rel=0, abs=1e-9), name
-            for ours, theirs in zip(found[name][1], weights, strict=True):
+def test_an_uneven_end_trains_like_one_process(backend: str, launcher: Literal["spawn", "horovodrun"]) -> None:
+    alone = train_all("single")
+    for rank, results in enumerate(run_ranks(train_all, backend, nprocs=3, launcher=launcher, timeout=200)):
+        for name, found, expected in zip(CASES, results, alone, strict=True):
+            assert found[2] == (EPOCHS if rank else 0), name
+            assert found[0] == pytest.approx(expected[0], rel=0, abs=1e-9), name
+            for ours, theirs in zip(found[1], expected[1], strict=True):
                 assert float((ours - theirs).abs().max()) < 1e-9, name
-
-
-def train_all(cases: dict[str, list[str]]) -> dict[str, dict[str, Trained]]:
-    """Train every case in one start of the processes, since importing the libraries takes longer than training."""
-    return {backend: {name: train(name, backend) for name in names} for backend, names in cases.items()}
