@@ -28,7 +28,6 @@ from unitrain.testing.models import (
     Net,
     Twins,
     assert_bit_equal_on_all_ranks,
-    assert_same,
     flat,
     samples,
     sgd,
@@ -144,33 +143,6 @@ def saves_and_loads(world: World) -> None:
         assert torch.equal(loaded["model"]["0.weight"], whole(model.get_parameter("0.weight")))
         assert loaded["optimizer"]["state"][0]["momentum_buffer"].shape == (3, 3)
         assert (loaded["list"], loaded["rank"]) == ([1, "two", None], 0)
-
-
-@duty()
-def continues_where_it_stopped(world: World) -> None:
-    """A run that stops within an epoch and is resumed trains the same model as an uninterrupted one."""
-    expected = Net()
-    train_plainly(expected, sgd(expected), global_batch_size=6, epochs=2)
-    for last_step in (3, 5, None):
-        with world.open() as strategy:
-            model = Net(seed=strategy.rank)
-            prepared, optimizer = strategy.prepare(model, sgd(model))
-            loader = strategy.dataloader(samples(), global_batch_size=6)
-            checkpoint = strategy.checkpoint(
-                world.folder / "run", background=False, model=prepared, optimizer=optimizer, loader=loader
-            )
-            checkpoint.resume()
-            for _ in loader.epochs(2):
-                for rows, wanted in loader:
-                    strategy.step(mse_loss(prepared(rows), wanted), optimizer)
-                    if strategy.global_step == last_step:
-                        checkpoint.save()
-                        break
-                if strategy.global_step == last_step:
-                    break
-            assert_bit_equal_on_all_ranks(strategy, model)
-            if last_step is None:
-                assert_same(model, expected)
 
 
 # ----------------------------------------------------------------------------------------------------------- not finite

@@ -147,10 +147,7 @@ def test_autocast_of_a_strategy(name: str) -> None:
 
 
 @pytest.mark.parametrize("compiled_first", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp64"])
-def test_torch_compile_before_and_after_prepare(
-    monkeypatch: pytest.MonkeyPatch, precision: str, compiled_first: bool
-) -> None:
+def test_torch_compile_before_and_after_prepare(monkeypatch: pytest.MonkeyPatch, compiled_first: bool) -> None:
     """What autocast's hooks hold between them is compiled as one graph."""
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # torch's tracer has progress bars, whose thread would stay
     graphs: list[torch.fx.GraphModule] = []
@@ -159,27 +156,18 @@ def test_torch_compile_before_and_after_prepare(
         graphs.append(graph)
         return graph
 
-    dtype = HALF.get(precision, torch.float64)
     torch.compiler.reset()
-    torch.manual_seed(0)
-    with open_strategy(precision) as strategy:
+    with open_strategy("bf16") as strategy:
         module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-        plain = strategy.prepare(copy.deepcopy(module))
         if compiled_first:
             model = strategy.prepare(torch.compile(module, backend=noting))
         else:
             model = torch.compile(strategy.prepare(module), backend=noting)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for _ in range(2):
-            out = model(torch.ones(2, 4))
-            assert out.dtype == dtype
-            assert not torch.is_autocast_enabled("cpu")
-            torch.testing.assert_close(out, plain(torch.ones(2, 4)))
-            strategy.step(out.sum(), optimizer)
-            plain.load_state_dict(module.state_dict())
-    linear = [node for node in graphs[0].graph.nodes if node.target is torch._C._nn.linear]
-    assert len(linear) == 2
-    assert all(node.meta["example_value"].dtype == dtype for node in linear)
+        assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+        assert not torch.is_autocast_enabled("cpu")
+    [graph] = graphs
+    linear = [node for node in graph.graph.nodes if node.target is torch._C._nn.linear]
+    assert [node.meta["example_value"].dtype for node in linear] == [torch.bfloat16] * 2
 
 
 class Pair(NamedTuple):
