@@ -239,10 +239,8 @@ def test_the_warning_is_shown_once_for_a_recipe_that_also_calls_init() -> None:
     [
         (["--freeze"], True),
         (["--freeze", "true"], True),
-        (["--freeze=true"], True),
         (["--freeze", "false"], False),
         (["--no-freeze"], False),
-        (["--freeze", "--no-freeze"], False),
         (["--no-freeze", "--freeze", "--lr", "1"], True),
     ],
 )
@@ -341,10 +339,8 @@ def test_help_lists_every_setting_with_meaning_allowed_values_and_default(
         ),
         (["--model", "a b"], "--model is 'a b': a model's name has no space in it."),
         (["--batch-size", "2000"], "batch_size above 1000 needs freeze."),
-        (["--lr", "--freeze"], "--lr: expected one argument. It must be a number > 0."),
         (["--config"], "--config: expected one argument."),
         (["--presicion", "bf16"], "--presicion is not a flag. Did you mean '--strategy.precision'?"),
-        (["--batch_size", "3"], "--batch_size is not a flag. Did you mean '--batch-size'?"),
         (["--strategy.prec", "fp32"], "--strategy.prec is not a flag. Did you mean '--strategy.precision'?"),
         (["--bucket-cap-mb", "3"], "--bucket-cap-mb is not a flag. Did you mean '--strategy.ddp.bucket-cap-mb'?"),
         (
@@ -448,7 +444,6 @@ def test_a_long_value_is_shortened() -> None:
         (b"- lr\n", " must hold 'name: value' settings, but is ['lr']."),
         (b"\x80\x81\xff", " is not a YAML file: it is not encoded in UTF-8."),
         (b"lr: [1\nmodel: }", ", line 2: invalid YAML: "),
-        (b"lr: 1\n---\nlr: 2\n", "but found another document."),
         (b"lr: 2024-99-99\n", ": invalid YAML: month must be in 1..12."),
         (b"lr: " + b"[" * 5000, ": invalid YAML: "),
         (b"a: &a [*a]\n", "run.yaml) is not a setting."),

@@ -15,12 +15,14 @@ from torch.utils.data import default_collate
 
 import unitrain
 from unitrain.data.order.sharding import EpochPlan
+from unitrain.data.order.shares import part_of, reduced
 from unitrain.data.reading.stream import Piece, WholeStream
 
 
 @given(
     st.integers(0, 60),
-    st.integers(1, 17),
+    st.integers(1, 17).map(lambda ranks: (1,) * ranks)
+    | st.lists(st.integers(1, 9), min_size=1, max_size=7).map(reduced),
     st.integers(1, 3),
     st.integers(1, 30),
     st.integers(1, 4),
@@ -28,22 +30,21 @@ from unitrain.data.reading.stream import Piece, WholeStream
     st.booleans(),
 )
 def test_a_whole_stream_is_dealt_out_like_map_style_data(
-    length: int, world_size: int, workers: int, batch: int, accumulate: int, start: int, drop_last: bool
+    length: int, shares: tuple[int, ...], workers: int, batch: int, accumulate: int, start: int, drop_last: bool
 ) -> None:
-    batch, start = max(batch, accumulate), min(start, length)
+    batch, start, world_size = max(batch, accumulate), min(start, length), len(shares)
     expected = list(EpochPlan(length, batch, accumulate, 0, 1, drop_last, start))
     seen = []
     for rank in range(world_size):
-        stream = WholeStream(
-            Numbers(length), EpochPlan(0, batch, accumulate, rank, world_size, drop_last), default_collate
-        )
+        plan = EpochPlan(0, batch, accumulate, rank, world_size, drop_last, shares=shares)
+        stream = WholeStream(Numbers(length), plan, default_collate)
         read = [list(stream._pieces(0, start, worker, workers)) for worker in range(workers)]
         # A DataLoader asks its workers in turn.
         pieces = [piece for turn in itertools.zip_longest(*read) for piece in turn if piece is not None]
-        mine = list(EpochPlan(length, batch, accumulate, rank, world_size, drop_last, start))
+        mine = list(EpochPlan(length, batch, accumulate, rank, world_size, drop_last, start, shares=shares))
         assert [piece.micro_batch for piece in pieces] == mine
         for micro_batch, piece in zip(mine, pieces, strict=True):
-            samples = list(range(micro_batch.start + rank, micro_batch.stop, world_size))
+            samples = part_of(rank, shares).positions(micro_batch.start, micro_batch.stop).tolist()
             assert piece.samples == len(samples)
             assert piece.batch.tolist() == (samples or [micro_batch.start]), "a rank without samples has a stand-in"
             seen += samples

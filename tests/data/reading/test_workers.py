@@ -110,11 +110,6 @@ class Pids(Dataset[int]):
         return os.getpid()
 
 
-def signal_from_elsewhere(number: int, pids: set[int]) -> None:
-    """Send a signal as a launcher or a scheduler would, which is no parent of the workers."""
-    subprocess.run(["sh", "-c", f"kill -{number:d} {' '.join(map(str, pids))}"], check=True)
-
-
 def read_under_signals(context: str) -> tuple[int, float]:
     strategy = unitrain.init(timeout_s=60)
     settings: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context, "prefetch_factor": 1}
@@ -122,7 +117,9 @@ def read_under_signals(context: str) -> tuple[int, float]:
     samples = 0
     for batch in strategy.dataloader(Pids(), batch_size=1, **settings):
         if len(pids) == 2:
-            signal_from_elsewhere((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[samples % 3], pids)
+            # As a launcher or a scheduler does it, which is no parent of the workers.
+            number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[samples % 3]
+            subprocess.run(["sh", "-c", f"kill -{number:d} {' '.join(map(str, pids))}"], check=True)
         pids |= set(batch.tolist())
         samples += 1
     began = time.monotonic()

@@ -39,14 +39,12 @@ def messages(loss: Tensor, *, accumulate: int = 1, world: int = 1, weighted: boo
     ("loss", "settings", "said"),
     [
         (lambda: logits().mean() / 4, {"accumulate": 4}, "divided by 4, the setting accumulate"),
-        (lambda: logits().mean() * 0.25, {"accumulate": 4}, "divided by 4, the setting accumulate"),
         (lambda: logits().mean() / 3, {"world": 3}, "divided by 3, the number of processes"),
         (lambda: logits().mean() * torch.tensor(65536.0), {}, "multiplied by 65536, as by a GradScaler"),
         (lambda: torch.GradScaler("cpu").scale(logits().mean()), {}, "multiplied by 65536, as by a GradScaler"),
         (lambda: cross_entropy(logits(), LABELS), {"world": 2}, r"a mean over 4, .* 5 targets \(some have ignore_i"),
         (lambda: mse_loss(logits(), LOGITS, reduction="sum"), {"world": 2}, "a sum over samples .* Divide the loss by"),
         (lambda: bce(logits().sigmoid(), LOGITS, reduction="sum") + logits().sum(), {"accumulate": 2}, "a sum over"),
-        (lambda: cross_entropy(logits(), LABELS).double() + 1, {"accumulate": 2}, "mean over 4"),
         (
             lambda: cross_entropy(logits(), LABELS.abs() % 3, CLASS_WEIGHTS),
             {"world": 2},
@@ -71,7 +69,6 @@ def test_a_loss_that_trains_another_model_is_warned_of_once(loss: Any, settings:
         (lambda: logits().mean() / 3, {"accumulate": 4, "world": 2}),
         (lambda: (logits().mean() + logits().sum()) / 4, {"accumulate": 4}),  # the mean of several losses
         (lambda: logits().mean() * 0.5, {"world": 2}),
-        (lambda: logits().mean() * 2048, {}),
         (lambda: logits().sum() / 4, {"accumulate": 4}),  # the mean over a batch of 4
         (lambda: mse_loss(logits(), logits().detach(), reduction="sum") / 2, {"world": 2}),
         (lambda: logits().mean() * torch.tensor(2.0, requires_grad=True), {"accumulate": 2}),

@@ -12,7 +12,6 @@ from plain_loop import (
     Ready,
     assert_equal,
     data,
-    plain,
     prepare_model,
     ready,
     sgd,
@@ -22,6 +21,7 @@ from plain_loop import (
 from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 import unitrain
 from unitrain import UsageError
@@ -143,5 +143,10 @@ def test_micro_batches_of_a_given_size_give_the_gradient_of_the_whole_window(mic
         for inputs, targets in loader:
             assert len(targets) <= micro_batch_size
             strategy.step(mse_loss(model(inputs), targets), optimizer)
-    assert_equal(model, plain(5))
+    expected = model_of()
+    by_hand = sgd(expected)
+    for _ in range(2):
+        for inputs, targets in DataLoader(data(), batch_size=5):
+            step_by_hand(mse_loss(expected(inputs), targets), by_hand)
+    assert_equal(model, expected)
     assert strategy.global_step == 2 * loader.steps_per_epoch

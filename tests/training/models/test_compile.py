@@ -131,24 +131,17 @@ def _as_eager(settings: dict[str, Any]) -> None:
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def _as_eager_in_turn(several: list[dict[str, Any]]) -> None:
-    for settings in several:
-        torch.compiler.reset()
-        torch._dynamo.utils.counters.clear()
-        _as_eager(settings)
-
-
 @pytest.mark.slow("compiles on each rank")
 @pytest.mark.parametrize(
     ("launcher", "synchronized"),
     [
-        ("spawn", [True]),
-        pytest.param("spawn", [False], marks=pytest.mark.all("synchronised BatchNorm is harder to compile")),
-        pytest.param("horovodrun", [True], marks=[HOROVOD, pytest.mark.soak]),
+        ("spawn", True),
+        pytest.param("spawn", False, marks=pytest.mark.all("synchronised BatchNorm is harder to compile")),
+        pytest.param("horovodrun", True, marks=[HOROVOD, pytest.mark.soak]),
     ],
 )
-def test_ranks_train_as_eager_with_stand_ins_and_bounded_recompilation(launcher: Any, synchronized: list[bool]) -> None:
-    run_ranks(_as_eager_in_turn, [{"sync_batchnorm": each} for each in synchronized], launcher=launcher)
+def test_ranks_train_as_eager_with_stand_ins_and_bounded_recompilation(launcher: Any, synchronized: bool) -> None:
+    run_ranks(_as_eager, {"sync_batchnorm": synchronized}, launcher=launcher)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
