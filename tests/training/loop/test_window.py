@@ -12,6 +12,7 @@ from plain_loop import (
     Ready,
     assert_equal,
     data,
+    model_of,
     prepare_model,
     ready,
     sgd,
