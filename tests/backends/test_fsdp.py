@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from needs import FSDP_IN_16_BITS, GPU, HOROVOD, compiled_by
+from needs import FSDP_IN_16_BITS, GPU, compiled_by
 from partly_used import PartlyUsed
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -473,30 +473,14 @@ def test_offloaded_shards_are_in_host_memory_and_train_the_same(tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-Chain = list[tuple[str, int, Literal["spawn", "horovodrun"]]]
-SHORT: Chain = [("ddp", 2, "spawn"), ("fsdp", 2, "spawn"), ("fsdp", 3, "spawn"), ("single", 1, "spawn")]
-LONG: Chain = [
-    ("fsdp", 4, "spawn"), ("ddp", 2, "spawn"), ("horovod", 3, "horovodrun"), ("single", 1, "spawn"),
-    ("fsdp", 3, "spawn"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "chain",
-    [
-        pytest.param(SHORT, marks=pytest.mark.all("test_checkpoint.py goes on in another world")),
-        pytest.param(LONG, marks=[pytest.mark.soak, HOROVOD]),
-    ],
-    ids=["short", "long"],
-)
-def test_a_checkpoint_is_resumed_by_any_backend_on_any_number_of_ranks(chain: Chain, tmp_path: Path) -> None:
-    expected = by_hand(len(chain))
-    for epoch, (backend, world, launcher) in enumerate(chain):
-        arguments = epoch + 1, {"backend": backend}, str(tmp_path)
-        for found in run_ranks(train, *arguments, nprocs=world, launcher=launcher):
+@pytest.mark.all("test_checkpoint.py goes on in another world")
+def test_a_checkpoint_is_resumed_by_any_backend_on_any_number_of_ranks(tmp_path: Path) -> None:
+    expected = by_hand(4)
+    for epoch, (backend, world) in enumerate([("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("single", 1)]):
+        for found in run_ranks(train, epoch + 1, {"backend": backend}, str(tmp_path), nprocs=world):
             assert len(found[0]) == 4
             assert found[0] == pytest.approx(expected[0][4 * epoch : 4 * epoch + 4], abs=EXACT), (backend, world)
-    assert_close(found, expected, first=len(chain) - 1)
+    assert_close(found, expected, first=3)
 
 
 # ------------------------------------------------------------------------------------------------------- hosts
