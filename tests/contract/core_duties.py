@@ -284,7 +284,7 @@ def _muon(model: Net) -> list[Optimizer]:
 
 @duty(
     # Features are folders that can be deleted: without this one, there is no such setting.
-    needs=lambda world: world.processes > 1 and not world.shards and "shard_optimizer" in StrategyConfig.model_fields,
+    needs=lambda world: world.processes > 1 and not world.shards and "shard_optimizer" in StrategyConfig.model_fields
 )
 def sharded_optimizers(world: World) -> None:
     """With shard_optimizer, each rank has a part of the state, also of an optimizer that uses whole parameters."""

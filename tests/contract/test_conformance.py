@@ -96,11 +96,7 @@ def test_ddp_trains_as_one_device_with_every_option() -> None:
 
 def what_is_refused(world: World) -> list[str]:
     """The contract lets a backend choose: it trains right, or refuses."""
-    return [
-        gradients.sparse_gradients(world),
-        gradients.losses_of_one_trunk(world),
-        gradients.the_module_itself(world),
-    ]
+    return [gradients.sparse_gradients(world), gradients.losses_of_one_trunk(world), gradients.the_module_itself(world)]
 
 
 def test_ddp_averages_sparse_gradients_and_refuses_what_its_wrapper_does_not_see() -> None:

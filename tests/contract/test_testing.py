@@ -135,8 +135,7 @@ def raise_error(world: World, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "failure"),
-    [("on purpose", ""), ("by chance", "without a message that "), ("", "The job did not end")],
+    ("text", "failure"), [("on purpose", ""), ("by chance", "without a message that "), ("", "The job did not end")]
 )
 def test_a_duty_that_is_to_end_the_job_is_done_where_the_ranks_say_why(text: str, failure: str) -> None:
     [why] = outcomes_of(duty(raise_error, text, ending="ZeroDivisionError: on purpose")).values()

@@ -109,11 +109,7 @@ def train_all(backend: str) -> list[Trained]:
 @pytest.mark.slow("trains a language model")
 @pytest.mark.parametrize(
     ("backend", "launcher"),
-    [
-        ("ddp", "spawn"),
-        ("fsdp", "spawn"),
-        pytest.param("horovod", "horovodrun", marks=[HOROVOD, pytest.mark.soak]),
-    ],
+    [("ddp", "spawn"), ("fsdp", "spawn"), pytest.param("horovod", "horovodrun", marks=[HOROVOD, pytest.mark.soak])],
 )
 def test_an_uneven_end_trains_like_one_process(backend: str, launcher: Literal["spawn", "horovodrun"]) -> None:
     alone = train_all("single")

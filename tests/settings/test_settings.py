@@ -401,10 +401,7 @@ def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str
             "horovod.q is not a setting. Available settings: controller, fusion_threshold_mb, cycle_time_ms.",
         ),
         ({"ddp": {None: 1}}, "ddp has the key null, but the name of a setting is a string."),
-        (
-            {"horovod": 3},
-            "horovod is 3, but must be a section with controller, fusion_threshold_mb, cycle_time_ms.",
-        ),
+        ({"horovod": 3}, "horovod is 3, but must be a section with controller, fusion_threshold_mb, cycle_time_ms."),
     ],
 )
 def test_a_wrong_keyword_is_one_message(settings: dict[str, Any], message: str) -> None:

@@ -102,8 +102,7 @@ def test_statistics_that_are_not_synchronised_are_averaged_by_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shares", "micro_batches", "largest"),
-    [(None, 3, 6), ((2, 1, 1), 4, 6), ((10, 1, 1), 7, 6), ((1, 1, 1), 3, 6)],
+    ("shares", "micro_batches", "largest"), [(None, 3, 6), ((2, 1, 1), 4, 6), ((10, 1, 1), 7, 6), ((1, 1, 1), 3, 6)]
 )
 def test_the_largest_share_fits_into_a_micro_batch(
     shares: tuple[int, ...] | None, micro_batches: int, largest: int

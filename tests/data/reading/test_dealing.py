@@ -241,10 +241,7 @@ def test_what_can_not_be_dealt_out_is_refused() -> None:
     loader = strategy.dataloader(Shards([9]), batch_size=4, shards=(4, 1))
     list(trained(loader, 1))
     other = strategy.dataloader(Shards([9]), batch_size=3)
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(CheckpointError, match="3 samples can't be made of 4 shards"),
-    ):
+    with warnings.catch_warnings(), pytest.raises(CheckpointError, match="3 samples can't be made of 4 shards"):
         other.load_state_dict(loader.state_dict())
     whole = strategy.dataloader(Shards([9]), batch_size=4, sharded=False)
     with pytest.raises(CheckpointError, match="sharded in another way"):

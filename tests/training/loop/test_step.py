@@ -11,14 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from needs import GPU
-from plain_loop import (
-    Ready,
-    model_of,
-    prepare_model,
-    ready,
-    strategy_of,
-    weights,
-)
+from plain_loop import Ready, model_of, prepare_model, ready, strategy_of, weights
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR

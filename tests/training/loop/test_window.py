@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 import torch
 from needs import HOROVOD
-from plain_loop import (
-    Ready,
-    assert_equal,
-    data,
-    model_of,
-    prepare_model,
-    ready,
-    sgd,
-    strategy_of,
-    weights,
-)
+from plain_loop import Ready, assert_equal, data, model_of, prepare_model, ready, sgd, strategy_of, weights
 from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
