@@ -88,24 +88,6 @@ def evaluation_of_uneven_batches(world: World) -> None:
         torch.testing.assert_close(torch.cat(gathered).cpu(), wanted, rtol=0, atol=EXACT)
 
 
-@duty()
-def evaluation_within_an_epoch(world: World) -> None:
-    """An evaluation between forward and step does not change training, and sees each sample once."""
-    with world.open() as strategy:
-        twins = Twins(strategy)
-        test = strategy.dataloader(samples(7), batch_size=2)
-        seen = strategy.meter()
-        for inputs, targets in strategy.dataloader(samples(), global_batch_size=9):
-            loss = mse_loss(twins.prepared(inputs), targets)
-            with strategy.evaluation(twins.prepared):
-                for rows, targets_of_rows in test:
-                    seen.add(total=mse_loss(twins.prepared(rows), targets_of_rows).isfinite(), count=len(rows))
-            strategy.step(loss, twins.optimizer)
-        train_plainly(twins.expected, twins.by_hand, global_batch_size=9)
-        twins.assert_same()
-        assert seen.count() == 3 * 7
-
-
 # ---------------------------------------------------------------------------------------------------------------- files
 
 

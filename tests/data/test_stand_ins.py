@@ -1,4 +1,4 @@
-"""Models whose batches are no plain tensors, on ranks that have no sample of the last one: as on one process."""
+"""Models that others made or changed, on ranks that have no sample of the last batch: they train as on one process."""
 
 from __future__ import annotations
 
@@ -47,6 +47,28 @@ def _gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(**sizes, **off))
 
 
+def _adapted() -> Any:
+    """Return a model with LoRA, by peft: frozen weights, and trained ones beside them."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(_gpt2(), LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True))
+
+
+def _compiled_blocks() -> Any:
+    """Return a model whose blocks the script has compiled itself."""
+    model = _gpt2()
+    for i, block in enumerate(model.transformer.h):
+        model.transformer.h[i] = torch.compile(block, backend="eager")
+    return model
+
+
+def _checkpointed() -> Any:
+    """Return a model that computes its blocks again in the backward, in transformers' own way."""
+    model = _gpt2()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 class _Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +95,14 @@ def _regress(model: nn.Module, batch: tuple[PackedSequence, Tensor]) -> Tensor:
     return mse_loss(model(batch[0]), batch[1])
 
 
-CASES = {"gpt2": Case(_gpt2, _tokens, _token_loss), "packed_lstm": Case(_Tagger, _sequence, _regress, _packed)}
+CASES = {
+    "gpt2": Case(_gpt2, _tokens, _token_loss),
+    "packed_lstm": Case(_Tagger, _sequence, _regress, _packed),
+    "adapted": Case(_adapted, _tokens, _token_loss),
+    "compiled_blocks": Case(_compiled_blocks, _tokens, _token_loss),
+    "checkpointed": Case(_checkpointed, _tokens, _token_loss),
+}
+PLAIN, CHANGED = ["gpt2", "packed_lstm"], ["adapted", "compiled_blocks", "checkpointed"]
 Trained = tuple[list[float], list[Tensor], int]
 
 
@@ -102,19 +131,28 @@ def train(name: str, backend: str) -> Trained:
         return losses, state, stand_ins
 
 
-def train_all(backend: str) -> list[Trained]:
-    return [train(name, backend) for name in CASES]
+def train_all(backend: str, names: list[str]) -> list[Trained]:
+    return [train(name, backend) for name in names]
 
 
 @pytest.mark.slow("trains a language model")
 @pytest.mark.parametrize(
-    ("backend", "launcher"),
-    [("ddp", "spawn"), ("fsdp", "spawn"), pytest.param("horovod", "horovodrun", marks=[HOROVOD, pytest.mark.soak])],
+    ("backend", "names", "launcher"),
+    [
+        ("ddp", PLAIN, "spawn"),
+        ("fsdp", PLAIN, "spawn"),
+        pytest.param("fsdp", CHANGED, "spawn", marks=pytest.mark.all("three more language models")),
+        pytest.param("horovod", PLAIN, "horovodrun", marks=[HOROVOD, pytest.mark.soak]),
+    ],
 )
-def test_an_uneven_end_trains_like_one_process(backend: str, launcher: Literal["spawn", "horovodrun"]) -> None:
-    alone = train_all("single")
-    for rank, results in enumerate(run_ranks(train_all, backend, nprocs=3, launcher=launcher, timeout=200)):
-        for name, found, expected in zip(CASES, results, alone, strict=True):
+def test_an_uneven_end_trains_like_one_process(
+    backend: str, names: list[str], launcher: Literal["spawn", "horovodrun"]
+) -> None:
+    if "adapted" in names:
+        pytest.importorskip("peft")
+    [alone] = run_ranks(train_all, "single", names, nprocs=1, timeout=200)
+    for rank, results in enumerate(run_ranks(train_all, backend, names, nprocs=3, launcher=launcher, timeout=200)):
+        for name, found, expected in zip(names, results, alone, strict=True):
             assert found[2] == (EPOCHS if rank else 0), name
             assert found[0] == pytest.approx(expected[0], rel=0, abs=1e-9), name
             for ours, theirs in zip(found[1], expected[1], strict=True):

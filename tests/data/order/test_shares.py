@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from math import ceil, floor
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sharding import plans
@@ -32,15 +31,6 @@ def test_each_position_comes_once_in_proportion(shares: tuple[int, ...], size: i
         assert floor(exact) <= part.count(size) == len(positions) <= ceil(exact)
         assert all(one < other for one, other in pairwise(positions))
         assert (size >= part.enough) == all(taken)
-
-
-@given(st.integers(1, 12), sizes, st.integers(0, 50), st.integers(1, 3))
-def test_equal_shares_are_every_nth_position(world_size: int, size: int, start: int, share: int) -> None:
-    shares = reduced([share] * world_size)
-    assert shares == (1,) * world_size
-    for rank, part in enumerate(parts_of(shares)):
-        assert np.array_equal(part.positions(start, start + size), range(start + rank, start + size, world_size))
-        assert part.enough == world_size
 
 
 @given(plans, shares_of_ranks)

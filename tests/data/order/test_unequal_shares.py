@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,73 +16,53 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain import ConfigError, Strategy
+from unitrain import ConfigError
 
-SAMPLES, GLOBAL_BATCH, EPOCHS = 23, 10, 2
+SAMPLES, GLOBAL_BATCH = 23, 10
 
 
-def data(samples: int = SAMPLES) -> TensorDataset:
+def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
     return TensorDataset(inputs, inputs[:, :2].sin())
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-
-
-class Run:
-    """Trains a model with BatchNorm, and records what each step was made of."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.strategy: Strategy = unitrain.init(
-            **{"precision": "fp64", "device": "cpu", "timeout_s": 60, "sync_batchnorm": True, **settings}
-        )
-        self.model: nn.Module = net()
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.model, self.optimizer = self.strategy.prepare(self.model, optimizer)
-        self.loader = self.strategy.dataloader(data(), global_batch_size=GLOBAL_BATCH, shuffle=True)
-        self.losses: list[float] = []
-
-    def train(self, epochs: int, steps: int = 1000) -> None:
-        for _ in self.loader.epochs(epochs):
-            for inputs, targets in self.loader:
-                meter = self.strategy.meter()
-                loss = mse_loss(self.model(inputs), targets)
-                meter.add(mean=loss, count=len(targets))
-                self.strategy.step(loss, self.optimizer)
-                self.losses.append(meter.value())
-                if len(self.losses) == steps:
-                    return
-
-    def weights(self) -> list[Tensor]:
-        return [value.double() for value in self.strategy.unwrap(self.model).state_dict().values()]
-
-
-def train_in_parts(folder: str, plan: list[tuple[tuple[int, ...], int]]) -> tuple[list[float], list[Tensor]]:
+def train(
+    folder: str, parts: list[tuple[tuple[int, ...] | None, int]], backend: str = "ddp"
+) -> tuple[list[float], list[Tensor]]:
     """Train some steps for each shares, each time in a run that continues the one before; return the last one's."""
-    for shares, steps in plan:
-        run = Run(backend="ddp", shares=shares)
-        with run.strategy:
-            checkpoint = run.strategy.checkpoint(
-                folder, model=run.model, optimizer=run.optimizer, loader=run.loader, background=False
-            )
-            assert checkpoint.resume() == (run.strategy.global_step > 0)
-            run.train(EPOCHS, steps)
+    for shares, steps in parts:
+        with unitrain.init(
+            backend=backend, shares=shares, sync_batchnorm=True, precision="fp64", device="cpu", timeout_s=60
+        ) as strategy:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            prepared, optimizer = strategy.prepare(model, optimizer)
+            loader = strategy.dataloader(data(), global_batch_size=GLOBAL_BATCH, shuffle=True)
+            checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer, loader=loader)
+            checkpoint.resume()
+            losses: list[float] = []
+            batches = (batch for _ in loader.epochs(2) for batch in loader)
+            for inputs, targets in islice(batches, steps):
+                meter = strategy.meter()
+                loss = mse_loss(prepared(inputs), targets)
+                meter.add(mean=loss, count=len(targets))
+                strategy.step(loss, optimizer)
+                losses.append(meter.value())
             checkpoint.save()
-    return run.losses, run.weights()
+            weights = [value.double() for value in model.state_dict().values()]
+    return losses, weights
 
 
 def test_a_run_goes_on_with_other_shares_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """The steps of an epoch are 10, 10 and 3 samples, of which a rank may have none: stopped after 1, 2 and 4 steps."""
-    alone = Run(backend="single")
-    with alone.strategy:
-        alone.train(EPOCHS)
-    run_ranks(train_in_parts, str(tmp_path), [((2, 1, 1), 1), ((1, 1, 3), 1)], nprocs=3)
-    for losses, weights in run_ranks(train_in_parts, str(tmp_path), [((1, 4), 2), ((1, 1), 1000)], nprocs=2):
-        assert losses == pytest.approx(alone.losses[4:], rel=0, abs=1e-9)
-        for ours, theirs in zip(weights, alone.weights(), strict=True):
+    expected, expected_weights = train(str(tmp_path / "alone"), [(None, 6)], "single")
+    folder = str(tmp_path / "parts")
+    run_ranks(train, folder, [((2, 1, 1), 1), ((1, 1, 3), 1)], nprocs=3)
+    for losses, weights in run_ranks(train, folder, [((1, 4), 2), ((1, 1), 2)], nprocs=2):
+        assert losses == pytest.approx(expected[4:], rel=0, abs=1e-9)
+        for ours, theirs in zip(weights, expected_weights, strict=True):
             assert float((ours - theirs).abs().max()) < 1e-9
 
 

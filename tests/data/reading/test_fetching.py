@@ -9,11 +9,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from unitrain.data.reading.fetching import BatchReader, Request
-from unitrain.rng import sample_seeds, seed_all
+from unitrain.rng import sample_seeds
 
 
 class Draws(Dataset[float]):
@@ -54,24 +53,3 @@ def test_a_collate_function_draws_by_its_batch_s_first_sample(name: str) -> None
     assert BatchReader(dataset, collate_and_draw).__getitems__(request(3, 1)) == one
     if name == "draws":
         assert not set(one["drawn"]) & set(one["samples"])
-
-
-def test_without_seeds_all_draw_from_the_process() -> None:
-    reader = BatchReader(Draws(), collate_and_draw)
-    seed_all(1)
-    batch = reader.__getitems__(Request([3, 1], None))
-    drawn = [*batch["samples"], *batch["drawn"]]
-    seed_all(1)
-    expected = [random.random(), random.random(), random.random(), np.random.beta(1, 1), float(torch.rand(()))]
-    assert drawn == expected
-
-
-def test_wrong_indices_say_what_the_dataset_says() -> None:
-    dataset: TensorDataset = TensorDataset(torch.arange(5))
-    with pytest.raises(IndexError) as its:
-        dataset[7]
-    with pytest.raises(IndexError) as ours:
-        BatchReader(dataset, default_collate).__getitems__(request(1, 7))
-    assert str(ours.value) == str(its.value)
-    last: list[Tensor] = BatchReader(dataset, default_collate).__getitems__(request(-1))
-    assert last[0].tolist() == [4]

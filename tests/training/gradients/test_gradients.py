@@ -112,20 +112,6 @@ def test_full_buckets_are_sent_while_backward_runs_where_that_is_wanted(overlap:
     assert sums.sent == ["g.0", "g.1"]
 
 
-def test_a_backward_that_is_not_armed_adds_up_and_sends_nothing() -> None:
-    armed = False
-    weight = ones(1)
-    reducer, sums = reducer_of(weight, armed=lambda: armed)
-    weight.sum().backward()  # type: ignore[no-untyped-call]
-    assert sums.sent == []
-    armed = True
-    (2 * weight).sum().backward()  # type: ignore[no-untyped-call]
-    reducer.finish()
-    assert sums.sent == ["g.0"]
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [3]
-
-
 # ------------------------------------------------------------------------------------------------- what it refuses
 
 

@@ -21,20 +21,6 @@ from unitrain.testing.models import step_by_hand
 __all__ = ["ready"]  # the fixture
 
 
-def test_results_of_a_window() -> None:
-    strategy = strategy_of(accumulate=2)
-    model, optimizer = prepare_model(strategy)
-    loader = strategy.dataloader(data(), global_batch_size=20)
-    results = [strategy.step(mse_loss(model(x), y), optimizer) for x, y in loader]
-    # 10 + 10 samples, then a partial window of 2, which one micro-batch holds
-    assert [(r.stepped, r.skipped, r.grad_norm) for r in results] == [
-        (False, False, None),
-        (True, False, None),
-        (True, False, None),
-    ]
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_one_micro_batch_is_stepped_once(ready: Ready) -> None:
     strategy, model, optimizer = ready
     for inputs, targets in strategy.dataloader(data(), global_batch_size=10):

@@ -181,13 +181,6 @@ def test_checkpoints_of_compiled_and_plain_runs(tmp_path: Path, first: bool) -> 
     assert all(torch.equal(one, other) for one, other in zip(*(w.values() for w in weights), strict=True))
 
 
-def test_unknown_modes_are_refused_with_what_there_is() -> None:
-    with pytest.raises(
-        ConfigError, match=r"compile is 'fast', but must be true, false, reduce-overhead or max-autotune"
-    ):
-        unitrain.init(compile="fast")  # type: ignore[arg-type]
-
-
 def test_ddp_buckets_that_the_compiler_does_not_support_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"ddp\.bucket_cap_mb of at least 1"):
         unitrain.init(backend="ddp", compile=True, ddp={"bucket_cap_mb": 0.5})
