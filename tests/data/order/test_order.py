@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from unitrain.data.order import order
-from unitrain.data.order.order import InOrder, Shuffled
+from unitrain.data.order.order import Shuffled
 from unitrain.errors import DataError
 
 GOLDEN = {
@@ -64,10 +64,6 @@ def test_too_many_samples_are_refused() -> None:
 def test_other_positions_are_refused(samples: int, position: int) -> None:
     with pytest.raises(IndexError):
         Shuffled(samples, 0, 0).take(np.array([0, position or samples]))
-
-
-def test_unshuffled_positions_are_the_samples() -> None:
-    assert InOrder().take(np.array([5, 2])).tolist() == [5, 2]
 
 
 # ------------------------------------------------------------------------------------------------------ uniformity

@@ -14,12 +14,12 @@ import unitrain
 from unitrain import DataError
 
 
-def read_shards(sizes: list[int], workers: int, drop_last: bool = False) -> dict[str, Any]:
+def read_shards(sizes: list[int], workers: int) -> dict[str, Any]:
     strategy = unitrain.init(accumulate=2, timeout_s=30)
     strategy.prepare(nn.Linear(1, 1))  # without a model in training mode, there would be no stand-ins
     data = Shards(sizes)
     batch = 4 * strategy.world_size
-    loader = strategy.dataloader(data, global_batch_size=batch, drop_last=drop_last, **of_workers(workers))
+    loader = strategy.dataloader(data, global_batch_size=batch, **of_workers(workers))
     seen, counts, states = [], [], []
     for batch in loader:
         micro_batch = strategy._step.batches.micro_batch
@@ -51,11 +51,6 @@ def test_uneven_shards_end_together(world_size: int, launcher: Literal["spawn", 
         windows += [window] if last else []
     assert sum(windows) == position == sum(sizes)
     assert all(rank["states"] == ranks[0]["states"] for rank in ranks)
-
-
-def test_drop_last_leaves_out_what_does_not_fill_a_step() -> None:
-    ranks = run_ranks(read_shards, [9, 6], 0, True, nprocs=2)
-    assert [rank["seen"] for rank in ranks] == [[0, 1, 2, 3], [100, 101, 102, 103]]
 
 
 def a_rank_without_samples() -> None:

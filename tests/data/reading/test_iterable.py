@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from pretended import pretended_rank, trained
 from ranks import run_ranks
 from streams import (
@@ -171,17 +172,13 @@ def test_what_shards_itself_continues_on_the_same_ranks_and_workers_only() -> No
 class OfRank(Numbers):
     """Shards itself without saying so."""
 
-    def __init__(self, length: int, rank: int) -> None:
-        super().__init__(length)
-        self.rank = rank
-
     def __iter__(self) -> Iterator[Tensor]:
-        return (number + self.rank * 100 for number in super().__iter__())
+        return (number + 100 * dist.get_rank() for number in super().__iter__())
 
 
 def unsaid_shards(sharded: bool | None) -> list[int]:
     strategy = unitrain.init(timeout_s=30)
-    loader = strategy.dataloader(OfRank(4, strategy.rank), batch_size=2, sharded=sharded)
+    loader = strategy.dataloader(OfRank(4), batch_size=2, sharded=sharded)
     return [sample for batch in loader for sample in batch.tolist()]
 
 

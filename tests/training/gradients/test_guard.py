@@ -72,12 +72,19 @@ def test_one_bad_number_anywhere_is_found(bad: float, settings: dict[str, Any]) 
             assert not state_of(optimizer)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_type_of_gradient_is_looked_at(dtype: torch.dtype) -> None:
-    guard = guard_of()
+ON_CPU = [("cpu", False, dtype) for dtype in DTYPES]
+ON_GPU = [("cuda", fused, dtype) for fused in (False, True) for dtype in DTYPES[:4]]
+
+
+@pytest.mark.parametrize(
+    ("device", "fused", "dtype"), [*ON_CPU, *(pytest.param(*case, marks=[pytest.mark.gpu, GPU]) for case in ON_GPU)]
+)
+def test_every_type_of_gradient_is_looked_at(device: str, fused: bool, dtype: torch.dtype) -> None:
+    guard = GuardedStep(torch.device(device), None, None)
     for bad in [1.0, *BAD, 1.0]:
-        parameters = parameters_of(torch.ones(5), torch.tensor([1.0, bad], dtype=dtype))
-        stepped, _ = guarded(guard, SGD(parameters, lr=0.5), parameters)
+        gradients = torch.ones(5, device=device), torch.tensor([1.0, bad], device=device).to(dtype)
+        parameters = parameters_of(*gradients)
+        stepped, _ = guarded(guard, SGD(parameters, lr=0.5, fused=fused), parameters)
         assert stepped == math.isfinite(bad)
         assert parameters[1].tolist() == [0.5 if stepped else 1.0] * 2
 
@@ -159,20 +166,6 @@ def test_types_that_torchs_check_lacks_are_looked_at_otherwise(flags: bool) -> N
         assert stepped == (math.isfinite(bad) and math.isfinite(other))
         assert parameters[0].tolist() == [0.5 if stepped else 1.0] * 2
         assert mode.asked.count(torch.bfloat16) == 2, f"it was asked again at step {step}"
-
-
-@pytest.mark.gpu
-@GPU
-@pytest.mark.parametrize("dtype", DTYPES[:4])
-@pytest.mark.parametrize("fused", [False, True])
-def test_every_type_is_looked_at_on_a_gpu(dtype: torch.dtype, fused: bool) -> None:
-    guard = GuardedStep(torch.device("cuda"), None, None)
-    for bad in [1.0, *BAD, 1.0]:
-        gradients = torch.ones(5, device="cuda"), torch.tensor([1.0, bad], device="cuda").to(dtype)
-        parameters = parameters_of(*gradients)
-        stepped, _ = guarded(guard, SGD(parameters, lr=0.5, fused=fused), parameters)
-        assert stepped == math.isfinite(bad)
-        assert parameters[1].tolist() == [0.5 if stepped else 1.0] * 2
 
 
 @pytest.mark.parametrize("kind", ["sparse", "complex"])

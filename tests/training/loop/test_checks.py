@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import unitrain
-from unitrain import UsageError
 from unitrain.training.loop.checks import DirectStepCheck
 
 PREPARED, OTHER = Parameter(torch.ones(1)), Parameter(torch.ones(1))
@@ -132,20 +131,6 @@ def steps() -> Iterator[DirectStepCheck]:
     made = DirectStepCheck(lambda parameter: parameter is PREPARED)
     yield made
     made.close()
-
-
-def test_only_the_strategy_steps_what_is_prepared(steps: DirectStepCheck) -> None:
-    optimizer = SGD([{"params": [OTHER]}, {"params": [PREPARED]}], lr=0.1)
-    with pytest.raises(
-        UsageError,
-        match=r"optimizer\.step\(\) was called for a prepared model.*call these instead of loss\.backward\(\)",
-    ):
-        optimizer.step()
-    steps.allowed = True
-    optimizer.step()
-    steps.allowed = False
-    with pytest.raises(UsageError, match=r"optimizer\.step\(\) was called for a prepared model"):
-        optimizer.step()
 
 
 def test_other_optimizers_are_let_be_and_all_in_the_end(steps: DirectStepCheck) -> None:
