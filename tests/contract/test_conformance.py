@@ -14,7 +14,6 @@ from needs import HOROVOD
 from partly_used import PartlyUsed
 from places import TESTS
 from ranks import horovodrun_environments, run_ranks
-from torch import nn
 from torch.optim import SGD
 
 import unitrain
@@ -97,11 +96,7 @@ def test_ddp_trains_as_one_device_with_every_option() -> None:
 
 def what_is_refused(world: World) -> list[str]:
     """The contract lets a backend choose: it trains right, or refuses."""
-    return [
-        gradients.sparse_gradients(world),
-        gradients.losses_of_one_trunk(world),
-        gradients.the_module_itself(world),
-    ]
+    return [gradients.sparse_gradients(world), gradients.losses_of_one_trunk(world), gradients.the_module_itself(world)]
 
 
 def test_ddp_averages_sparse_gradients_and_refuses_what_its_wrapper_does_not_see() -> None:
@@ -137,21 +132,4 @@ def train_partly_used(find: bool) -> list[list[float]]:
 @pytest.mark.parametrize("find", [False, True])
 def test_a_static_graph_may_have_unused_parameters(find: bool) -> None:
     first, second = run_ranks(train_partly_used, find)
-    assert first == second
-
-
-def train_after_all_forwards() -> list[float]:
-    with unitrain.init(backend="ddp", accumulate=2, precision="fp64", device="cpu", timeout_s=30) as strategy:
-        torch.manual_seed(0)
-        model = nn.Linear(2, 1)
-        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
-        for step in range(3):
-            losses = [prepared(torch.full((2, 2), 1.0 + step + strategy.rank + i)).pow(2).mean() for i in range(2)]
-            for loss in losses:
-                strategy.step(loss, optimizer)
-        return model.weight.flatten().tolist()
-
-
-def test_several_forwards_before_the_backwards_of_a_window_are_averaged() -> None:
-    first, second = run_ranks(train_after_all_forwards)
     assert first == second

@@ -65,28 +65,6 @@ def test_what_follows_a_failed_duty_is_left_for_another_start() -> None:
     assert "---- fail_on_rank_1\npython says 0\na library says something\n" in why
 
 
-def fail_on_both(world: World) -> None:
-    if rank() == 0:
-        time.sleep(0.2)
-        raise ValueError("because of rank 1")
-    raise ZeroDivisionError("on purpose")
-
-
-def test_the_first_of_several_errors_is_told_in_full() -> None:
-    why = outcomes_of(duty(fail_on_both))["fail_on_both"]
-    assert why.index("rank 1: Traceback") < why.index("rank 0: ValueError: because of rank 1")
-
-
-def expect_an_error(world: World) -> None:
-    with pytest.raises(ValueError, match="anything"):
-        fine(world)
-
-
-def test_a_failure_of_pytest_s_own_is_one_too() -> None:
-    outcomes = outcomes_of(duty(expect_an_error))
-    assert "DID NOT RAISE" in outcomes["expect_an_error"]
-
-
 def hang_on_rank_0(world: World) -> None:
     if rank() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -100,19 +78,6 @@ def test_a_duty_that_hangs_fails_itself_and_says_where() -> None:
     assert "rank 0" in outcomes["hang_on_rank_0"]
     assert "Timeout (0:00:02)" in outcomes["hang_on_rank_0"]
     assert "in hang_on_rank_0" in outcomes["hang_on_rank_0"]
-
-
-def die_on_rank_1(world: World) -> None:
-    if rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-
-def test_a_duty_that_kills_its_rank_fails_itself() -> None:
-    outcomes = outcomes_of(duty(fine), duty(die_on_rank_1), duty(fine, "later"))
-    assert outcomes["fine"] == ""
-    assert list(outcomes) == ["fine", "die_on_rank_1"]
-    assert "was killed by SIGKILL" in outcomes["die_on_rank_1"]
 
 
 def crash_on_rank_1(world: World) -> None:
@@ -170,8 +135,7 @@ def raise_error(world: World, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "failure"),
-    [("on purpose", ""), ("by chance", "without a message that "), ("", "The job did not end")],
+    ("text", "failure"), [("on purpose", ""), ("by chance", "without a message that "), ("", "The job did not end")]
 )
 def test_a_duty_that_is_to_end_the_job_is_done_where_the_ranks_say_why(text: str, failure: str) -> None:
     [why] = outcomes_of(duty(raise_error, text, ending="ZeroDivisionError: on purpose")).values()

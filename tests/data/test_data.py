@@ -1,4 +1,4 @@
-"""``strategy.dataloader``: its arguments, batches on the device, empty batches, workers, evaluation."""
+"""``strategy.dataloader``: its batches, and meters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pretended import pretended_rank
-from ranks import run_ranks
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import unitrain
 from unitrain import Strategy
@@ -52,9 +50,6 @@ def test_a_meter_adds_single_numbers(strategy: Strategy) -> None:
     assert (meter.value(), meter.count()) == (2.0, 3)
 
 
-# ------------------------------------------------------------------------------------------------------ batches
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_torch_s(strategy: Strategy, workers: int) -> None:
     ours = list(strategy.dataloader(Records(7), batch_size=3, num_workers=workers))
@@ -81,70 +76,3 @@ def test_batch_size_is_that_of_one_process(
         assert (len(loader), loader.steps_per_epoch, len(list(loader))) == (batches, steps, batches)
         assert loader.global_batch_size == world_size * batch_size * accumulate
         assert max(len(rows) for (rows,) in loader) == batch_size
-
-
-def test_each_iteration_is_an_epoch(strategy: Strategy) -> None:
-    loader = strategy.dataloader(range(20), batch_size=20, shuffle=True)
-    orders = [batch.tolist() for _ in range(3) for batch in loader]
-    assert all(sorted(order) == list(range(20)) for order in orders)
-    assert orders[0] != orders[1] != orders[2]
-    again = strategy.dataloader(range(20), batch_size=20, shuffle=True)
-    assert [batch.tolist() for _ in again.epochs(3) for batch in again] == orders
-
-
-def test_a_dataset_s_own_batches_are_read_at_once(strategy: Strategy) -> None:
-    class Table(Dataset[int]):
-        asked: list[list[int]] = []
-
-        def __len__(self) -> int:
-            return 5
-
-        def __getitem__(self, index: int) -> int:
-            raise AssertionError("one by one")
-
-        def __getitems__(self, indices: list[int]) -> list[int]:
-            self.asked.append(indices)
-            return indices
-
-    loader = strategy.dataloader(Subset(Table(), [4, 3, 2]), batch_size=2, sample_seeding=False)
-    assert [batch.tolist() for batch in loader] == [[4, 3], [2]]
-    assert Table.asked == [[4, 3], [2]]
-
-
-# --------------------------------------------------------------------------------------------------- evaluation
-
-
-def counted_over_ranks(length: int) -> tuple[int, float]:
-    with unitrain.init() as strategy:
-        model = strategy.prepare(nn.Linear(1, 1))
-        data = TensorDataset(torch.arange(float(length)))
-        meter = strategy.meter()
-        with strategy.evaluation(model):
-            for (values,) in strategy.dataloader(data, batch_size=64):
-                meter.add(total=values.sum(), count=len(values))
-        return meter.count(), meter.value()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluation_counts_each_sample_once(world_size: int) -> None:
-    assert run_ranks(counted_over_ranks, 1001, nprocs=world_size) == [(1001, 500.0)] * world_size
-
-
-# ------------------------------------------------------------------------------------------------- what is refused
-
-
-class Broken(Records):
-    def __getitem__(self, index: int) -> Any:
-        if index == 4:
-            raise ZeroDivisionError("sample 4 is broken")
-        return super().__getitem__(index)
-
-
-def test_an_error_of_the_dataset_stays_what_it_is(strategy: Strategy) -> None:
-    # With workers it does, too, but torch then takes 5 s to end each of them.
-    loader = strategy.dataloader(Broken(6), batch_size=2)
-    batches = iter(loader)
-    assert next(batches)["label"].tolist() == [0, 1]
-    assert next(batches)["label"].tolist() == [2, 3]
-    with pytest.raises(ZeroDivisionError, match="sample 4 is broken"):
-        next(batches)

@@ -1,98 +1,24 @@
-"""Which iterations of a loader count as epochs: complete ones, and those with a batch that was trained on."""
+"""A loader's options, and a batch that a script has peeked at."""
 
 from __future__ import annotations
 
 import dataclasses
-from itertools import chain
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import nn
 
 import unitrain
-from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions, WorkerOptions
 from unitrain.data.settings import LoaderSettings
 
-ROWS = TensorDataset(torch.arange(12.0).unsqueeze(1))
-
-
-def opened() -> tuple[unitrain.Strategy, Loader, nn.Module, torch.optim.Optimizer]:
-    strategy = unitrain.init(backend="single")
-    model = nn.Linear(1, 1)
-    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001))
-    return strategy, strategy.dataloader(ROWS, global_batch_size=4, shuffle=True), model, optimizer
-
-
-def rows(batch: list[Tensor]) -> list[float]:
-    return batch[0].flatten().tolist()
-
-
-def test_a_peek_costs_no_epoch_and_no_batch() -> None:
-    strategy, loader, model, optimizer = opened()
-    peeked = rows(next(iter(loader)))
-    epochs = []
-    for epoch in loader.epochs(2):
-        read = []
-        for batch in loader:
-            strategy.step(model(batch[0]).mean(), optimizer)
-            read.append(rows(batch))
-        epochs.append((epoch, read))
-    assert [epoch for epoch, _ in epochs] == [0, 1]
-    assert epochs[0][1][0] == peeked
-    assert all(sorted(chain(*read)) == list(range(12)) for _, read in epochs)
-    assert epochs[0][1] != epochs[1][1]
-
-
-def test_a_peek_between_epochs_shows_what_comes() -> None:
-    strategy, loader, model, optimizer = opened()
-    for batch in loader:
-        strategy.step(model(batch[0]).mean(), optimizer)
-    peeked = rows(next(iter(loader)))
-    assert (loader.epoch, rows(next(iter(loader)))) == (1, peeked)
-
 
 def test_one_batch_that_was_peeked_at_can_be_trained_on_again_and_again() -> None:
-    strategy, loader, model, optimizer = opened()
-    (batch,) = next(iter(loader))
-    assert all(strategy.step(model(batch).mean(), optimizer).stepped for _ in range(3))
-    assert loader.epoch == 0
-
-
-def test_an_iteration_that_was_trained_on_and_broken_off_is_an_epoch() -> None:
-    strategy, loader, model, optimizer = opened()
-    first = []
-    for batch in loader:
-        strategy.step(model(batch[0]).mean(), optimizer)
-        first.append(rows(batch))
-        break
-    assert loader.state_dict()["consumed"] == 4
-    second = [rows(batch) for batch in loader]
-    assert len(second) == 3
-    assert second[0] != first[0]
-    assert loader.epoch == 2
-
-
-def test_a_checkpoint_after_a_peek_loses_no_batch(tmp_path: Path) -> None:
-    strategy, loader, model, _ = opened()
-    checkpoint = strategy.checkpoint(tmp_path, model=model, loader=loader)
-    peeked = rows(next(iter(loader)))
-    checkpoint.save()
-    strategy.close()
-    strategy, loader, model, _ = opened()
-    assert strategy.checkpoint(tmp_path, model=model, loader=loader).resume()
-    read = [rows(batch) for batch in loader]
-    assert read[0] == peeked
-    assert sorted(chain(*read)) == list(range(12))
-
-
-def test_an_evaluation_that_was_broken_off_begins_again() -> None:
-    strategy, loader, model, _ = opened()
-    with strategy.evaluation(model):
-        first = rows(next(iter(loader)))
-        assert next(iter([rows(batch) for batch in loader])) == first
-    assert loader.epoch == 1
+    with unitrain.init(backend="single") as strategy:
+        model, optimizer = strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.001))
+        loader = strategy.dataloader(torch.ones(12, 1), global_batch_size=4, shuffle=True)
+        batch = next(iter(loader))
+        assert all(strategy.step(model(batch).mean(), optimizer).stepped for _ in range(3))
+        assert loader.epoch == 0
 
 
 def test_the_options_that_type_checkers_know_are_those_of_the_loader() -> None:

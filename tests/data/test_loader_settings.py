@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pretended import pretended_rank
-from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 import unitrain
 from unitrain import ConfigError, DataError, Strategy
@@ -65,21 +64,6 @@ class WithoutLength:
 def test_wrong_datasets(strategy: Strategy, dataset: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         strategy.dataloader(dataset, batch_size=2)
-
-
-def double(samples: list[int]) -> Tensor:
-    return 2 * torch.tensor(samples)
-
-
-def test_settings_of_a_dataloader_are_taken_over(strategy: Strategy) -> None:
-    settings: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "timeout": 30, "collate_fn": double}
-    data: Any = list(range(6))
-    torchs: DataLoader[int] = DataLoader(data, batch_size=4, **settings)
-    assert [batch.tolist() for batch in strategy.dataloader(torchs)] == [[0, 2, 4, 6], [8, 10]]
-    here = strategy.dataloader(torchs, batch_size=3, num_workers=0)
-    assert [batch.tolist() for batch in here] == [[0, 2, 4], [6, 8, 10]]
-    nine: DataLoader[int] = DataLoader(data, 6, sampler=RandomSampler(data, replacement=True, num_samples=9))
-    assert [len(batch) for batch in strategy.dataloader(nine)] == [6, 3]
 
 
 ORDERS: list[dict[str, Any]] = [{"shuffle": True}, {"sampler": [1, 2]}, {"drop_last": True}, {"batch_sampler": [[1]]}]

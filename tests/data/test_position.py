@@ -195,15 +195,6 @@ def test_a_state_is_plain_data_that_torch_loads_without_running_code() -> None:
     assert values(other) == values(plain_loader())[8:]
 
 
-def test_skipped_samples_are_not_read() -> None:
-    loader = plain_loader()
-    state = {**loader.state_dict(), "consumed": 12}
-    loader.load_state_dict(state)
-    rest = values(loader)
-    assert len(rest) == 8
-    assert loader.dataset.read == rest
-
-
 def test_batches_that_workers_have_only_prefetched_are_not_consumed() -> None:
     loader = plain_loader(num_workers=2, prefetch_factor=2)
     values(loader, 1)
@@ -211,17 +202,6 @@ def test_batches_that_workers_have_only_prefetched_are_not_consumed() -> None:
     other = plain_loader()
     other.load_state_dict(loader.state_dict())
     assert values(other) == values(plain_loader())[4:]
-
-
-def test_a_state_from_within_a_window_is_that_of_its_start() -> None:
-    strategy = pretended_rank(accumulate=2)
-    loader = strategy.dataloader(Numbers(12), global_batch_size=4)
-    iteration = iter(loader)
-    consumed = []
-    for _ in range(6):
-        next(iteration)
-        consumed.append(loader.state_dict()["consumed"])
-    assert consumed == [0, 4, 4, 8, 8, 12]
 
 
 def test_a_state_of_an_ended_epoch_begins_the_next() -> None:
@@ -266,14 +246,6 @@ def test_a_state_after_the_last_batch_leaves_the_epoch_to_be_closed() -> None:
     assert read == {0: 0, 1: 20}
 
 
-def test_epochs_counts_from_where_the_state_was_taken() -> None:
-    loader = plain_loader()
-    loader.load_state_dict({**loader.state_dict(), "epoch": 2, "consumed": 16})
-    read = {epoch: len(values(loader)) for epoch in loader.epochs(4)}
-    assert read == {2: 4, 3: 20}
-    assert list(loader.epochs(4)) == []
-
-
 def test_an_iteration_that_was_broken_off_is_followed_by_the_next_epoch() -> None:
     loader, whole = plain_loader(), plain_loader()
     values(loader, 1)
@@ -306,8 +278,7 @@ def test_two_iterations_at_once_are_refused() -> None:
 
 def test_training_goes_on_after_a_state_was_loaded_within_a_window() -> None:
     strategy = unitrain.init(backend="single", accumulate=2)
-    model = nn.Linear(1, 1)
-    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
     loader = strategy.dataloader(TensorDataset(torch.randn(12, 1)), global_batch_size=4)
     saved = None
     for i, (inputs,) in enumerate(loader):

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import ast
 import os
 import signal
 import subprocess
-import sys
 import sysconfig
 from importlib.metadata import version
 from pathlib import Path
@@ -100,16 +98,3 @@ def test_a_program_ends_where_a_signal_comes_before_its_start_returns(monkeypatc
             process.wait(10)
         finally:
             process.kill()
-
-
-def test_the_command_line_imports_no_subcommand() -> None:
-    program = "import sys, unitrain.commands.cli; print([name for name in sys.modules if name.startswith('unitrain.')])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert set(ast.literal_eval(done.stdout)) == {
-        "unitrain.commands",
-        "unitrain.commands.arguments",
-        "unitrain.commands.cli",
-        "unitrain.errors",
-        "unitrain.process",
-        "unitrain.url",
-    }

@@ -193,13 +193,6 @@ def test_a_resolved_config_resolves_to_itself_whatever_the_environment(monkeypat
     assert init(strategy, {"UNITRAIN_PRECISION": "bf16", "UNITRAIN_CLIP_NORM": "1"}) == strategy
 
 
-def test_the_result_is_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        setattr(parse(), "lr", 1)  # noqa: B010 - mypy knows that it is frozen
-    with pytest.raises(ValidationError, match="frozen"):
-        setattr(init(), "seed", 1)  # noqa: B010
-
-
 # ---- the environment ----
 
 
@@ -227,15 +220,12 @@ def test_known_variables_that_are_no_settings_are_silent() -> None:
         assert init(None, {**dict.fromkeys(OTHER_VARIABLES, "x"), "PATH": "/"}) == StrategyConfig()
 
 
-@pytest.mark.usefixtures("forked")
 def test_the_warning_is_shown_once_for_a_recipe_that_also_calls_init() -> None:
-    code = (
-        "import os; from unitrain.settings.resolution import resolve_strategy as r;"
-        "config = r(None, {}, os.environ); r(config, {}, os.environ)"
-    )
-    environ = {**os.environ, "UNITRAIN_PRESICION": "bf16"}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    assert done.stderr.count("UNITRAIN_PRESICION is not") == 1
+    environ = {"UNITRAIN_PRESICION": "bf16"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # as in a script
+        init(init(None, environ), environ)
+    assert len(caught) == 1
 
 
 # ---- the command line ----
@@ -246,10 +236,8 @@ def test_the_warning_is_shown_once_for_a_recipe_that_also_calls_init() -> None:
     [
         (["--freeze"], True),
         (["--freeze", "true"], True),
-        (["--freeze=true"], True),
         (["--freeze", "false"], False),
         (["--no-freeze"], False),
-        (["--freeze", "--no-freeze"], False),
         (["--no-freeze", "--freeze", "--lr", "1"], True),
     ],
 )
@@ -260,7 +248,7 @@ def test_switches(argv: list[str], expected: bool) -> None:
 def test_nested_switches_and_lists_and_null() -> None:
     recipe = parse(
         *["--strategy.sync-batchnorm", "true", "--no-strategy.broadcast-buffers", "--strategy.ddp.static-graph"],
-        *["--strategy.fsdp.wrap", "Block,Head", "--milestones", "30,60", "--output-dir", "null"],
+        *["--strategy.fsdp.wrap", "Block,Head", "--milestones", "[30, 60]", "--output-dir", "null"],
         *["--strategy.pin-memory", "--optimizer.momentum=0"],
     )
     assert recipe.strategy.model_dump()["sync_batchnorm"] is True
@@ -269,11 +257,6 @@ def test_nested_switches_and_lists_and_null() -> None:
     assert recipe.strategy.broadcast_buffers is False
     assert recipe.strategy.model_dump()["fsdp"]["wrap"] == ("Block", "Head")
     assert (recipe.milestones, recipe.output_dir, recipe.optimizer.momentum) == ([30, 60], None, 0)
-
-
-def test_lists_in_brackets() -> None:
-    assert parse("--milestones", "[30, 60]").milestones == [30, 60]
-    assert parse("--milestones=[]").milestones == []
 
 
 @pytest.mark.parametrize("argv", [["--local-rank=3"], ["--local_rank", "3"], ["--local_rank=0", "--lr", "0.1"]])
@@ -329,20 +312,6 @@ def test_help_lists_every_setting_with_meaning_allowed_values_and_default(
         assert f"\n{heading}\n" in text
 
 
-def test_help_imports_no_engine() -> None:
-    code = (
-        "import sys, unitrain; from unitrain.config import Section; from unitrain.settings import parse_command_line\n"
-        "class R(Section):\n  strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()\n"
-        "try: parse_command_line(R, ['--help'], prog='r', description='')\n"
-        "except SystemExit: print(*set(sys.argv[1:]) & set(sys.modules), file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "horovod", "mpi4py", "torch._dynamo"], capture_output=True, text=True, check=True
-    )
-    assert done.stderr.strip() == ""
-    assert "--strategy.horovod.controller" in done.stdout
-
-
 # ---- wrong flags, variables and keywords ----
 
 
@@ -352,7 +321,6 @@ def test_help_imports_no_engine() -> None:
         (["--strategy.precision", "bf17"], "--strategy.precision is 'bf17', but must be fp32, fp64, bf16 or fp16."),
         (["--lr", "-1"], "--lr is '-1', but must be a number > 0."),
         (["--lr", "nan"], "--lr is 'nan', but must be a number > 0."),
-        (["--lr=-inf"], "--lr is '-inf', but must be a number > 0."),
         (["--lr="], "--lr is '', but must be a number > 0."),
         (["--batch-size", "1.5"], "--batch-size is '1.5', but must be an integer >= 1."),
         (["--seed", "-3"], "--strategy.seed is '-3', but must be an integer >= 0, < 4294967296."),
@@ -364,12 +332,8 @@ def test_help_imports_no_engine() -> None:
         (["--milestones", "3,x"], "--milestones is '3,x', but must be a list (0,1 or [0, 1]), each an integer."),
         (["--model", "a b"], "--model is 'a b': a model's name has no space in it."),
         (["--batch-size", "2000"], "batch_size above 1000 needs freeze."),
-        (["--lr"], "--lr: expected one argument. It must be a number > 0."),
-        (["--lr", "--freeze"], "--lr: expected one argument. It must be a number > 0."),
         (["--config"], "--config: expected one argument."),
         (["--presicion", "bf16"], "--presicion is not a flag. Did you mean '--strategy.precision'?"),
-        (["--batchsize=3"], "--batchsize is not a flag. Did you mean '--batch-size'?"),
-        (["--batch_size", "3"], "--batch_size is not a flag. Did you mean '--batch-size'?"),
         (["--strategy.prec", "fp32"], "--strategy.prec is not a flag. Did you mean '--strategy.precision'?"),
         (["--bucket-cap-mb", "3"], "--bucket-cap-mb is not a flag. Did you mean '--strategy.ddp.bucket-cap-mb'?"),
         (
@@ -377,7 +341,6 @@ def test_help_imports_no_engine() -> None:
             "--strategy.ddp is not a flag. It is a section: give a setting in it, "
             "for example '--strategy.ddp.communication'.",
         ),
-        (["--zzz"], "--zzz is not a flag."),
         (["train"], "unexpected argument 'train': settings are given as flags (--name value)."),
     ],
 )
@@ -425,10 +388,8 @@ def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "bf17"}, "precision is 'bf17', but must be fp32, fp64, bf16 or fp16."),
         ({"accumulate": True}, "accumulate is true, but must be an integer >= 1."),
         ({"timeout_s": float("inf")}, "timeout_s is inf, but must be a number > 0, <= 1000000."),
-        ({"presicion": "bf16"}, "presicion is not a setting. Did you mean 'precision'?"),
         ({"static_graph": True}, "static_graph is not a setting. Did you mean 'ddp.static_graph'?"),
         ({"ddp": {"bucket_cap": 1}}, "ddp.bucket_cap is not a setting. Did you mean 'ddp.bucket_cap_mb'?"),
         (
@@ -436,10 +397,7 @@ def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str
             "horovod.q is not a setting. Available settings: controller.",
         ),
         ({"ddp": {None: 1}}, "ddp has the key null, but the name of a setting is a string."),
-        (
-            {"horovod": 3},
-            "horovod is 3, but must be a section with controller.",
-        ),
+        ({"horovod": 3}, "horovod is 3, but must be a section with controller."),
     ],
 )
 def test_a_wrong_keyword_is_one_message(settings: dict[str, Any], message: str) -> None:
@@ -456,12 +414,6 @@ def test_a_config_of_another_type_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("value", ["bf17", "", "FP32"])
-def test_a_wrong_variable_is_one_message(value: str) -> None:
-    message = f"UNITRAIN_PRECISION is {value!r}, but must be fp32, fp64, bf16 or fp16."
-    assert init_refusal(None, {"UNITRAIN_PRECISION": value}) == message
-
-
 def test_a_long_value_is_shortened() -> None:
     assert len(init_refusal(precision="x" * 10_000)) < 250
 
@@ -473,28 +425,15 @@ def test_a_long_value_is_shortened() -> None:
     ("text", "said"),
     [
         (b"strategy:\n  seed: 1\n  seed: 2\n", ", line 3: invalid YAML: duplicate key 'seed'"),
-        (
-            b"lr: 1\nstrategy: {}\nlr: 1\n",
-            ", line 3: invalid YAML: duplicate key 'lr', first in line 1.",
-        ),
         (b"strategy:\n  presicion: bf16\n", "run.yaml) is not a setting. Did you mean 'strategy.precision'?"),
-        (b"startegy: {}\n", "run.yaml) is not a setting. Did you mean 'strategy'?"),
-        (b"seed: 1\n", "run.yaml) is not a setting. Did you mean 'strategy.seed'?"),
         (b"strategy: {accumulate: yes}\n", "run.yaml) is true, but must be an integer >= 1."),
-        (b"strategy: {precision: null}\n", "run.yaml) is null, but must be fp32, fp64, bf16 or fp16."),
         (b"strategy: {ddp: 3}\n", "run.yaml) is 3, but must be a section with communication, "),
-        (b"lr: .nan\n", "run.yaml) is nan, but must be a number > 0."),
-        (b"model: 3\n", "run.yaml) is 3, but must be a string."),
         (b"on: 3\n", "line 1: invalid YAML: the key 'on' is not a string"),
         (b"? [a]\n: 3\n", "line 1: invalid YAML: while constructing a mapping: found unhashable key."),
         (b"", " must hold 'name: value' settings, but is empty."),
-        (b"# nothing\n", " must hold 'name: value' settings, but is empty."),
         (b"- lr\n", " must hold 'name: value' settings, but is ['lr']."),
-        (b"hello\n", " must hold 'name: value' settings, but is 'hello'."),
         (b"\x80\x81\xff", " is not a YAML file: it is not encoded in UTF-8."),
-        (b"\0\0\0", ": invalid YAML: unacceptable character #x0000"),
         (b"lr: [1\nmodel: }", ", line 2: invalid YAML: "),
-        (b"lr: 1\n---\nlr: 2\n", "but found another document."),
         (b"lr: 2024-99-99\n", ": invalid YAML: month must be in 1..12."),
         (b"lr: " + b"[" * 5000, ": invalid YAML: "),
         (b"a: &a [*a]\n", "run.yaml) is not a setting."),
@@ -515,8 +454,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert refusal("--config", str(tmp_path)) == f"--config {tmp_path} can't be read: Is a directory."
 
 
-@pytest.mark.parametrize("tag", ["python/object/apply:os.system", "python/object/new:os.system"])
-def test_a_python_tag_runs_nothing(tag: str, tmp_path: Path) -> None:
+def test_a_python_tag_runs_nothing(tmp_path: Path) -> None:
+    tag = "python/object/apply:os.system"
     witness = tmp_path / "ran"
     file = tmp_path / "evil.yaml"
     file.write_text(f"model: !!{tag} ['touch {witness}']\n")
@@ -541,111 +480,50 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
 # ---- there and back ----
 
 
-def positive(most: float = 1e300) -> st.SearchStrategy[float]:
-    return st.floats(0, most, exclude_min=True)
-
-
-def or_none(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.none() | strategy
-
-
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
-SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "fsdp": {
-        "communication": st.sampled_from(["auto", "nccl", "gloo"]),
-        "wrap": or_none(
-            st.integers(1, 10**12) | st.lists(st.from_regex(r"[A-Z][a-z]{0,8}", fullmatch=True)).map(tuple)
-        ),
-        "reshard_after_forward": st.booleans(),
-        "reshard_after_backward": st.booleans(),
-        "find_unused_parameters": st.booleans(),
-        "cpu_offload": st.booleans(),
-        "shards": st.sampled_from(["all", "host"]),
-    },
+# A value for each setting; no two exclude each other.
+VALUES: dict[str, Any] = {
+    "backend": "null", "device": "cuda:3", "precision": "bf16", "sync_batchnorm": True, "compile": True, "debug": True,
+    "activation_checkpointing": ("Block", "null"), "broadcast_buffers": False, "exact_randomness": False,
+    "deterministic": True, "accumulate": 3, "on_spike": "skip", "shares": (2, 1), "seed": 2**32 - 1,
+    "clip_norm": 1e-300, "clip_value": None, "on_nonfinite": "skip", "shard_optimizer": True, "compression": "bf16",
+    "timeout_s": 1e6, "heartbeat_timeout_s": 0.1, "pin_memory": False,
     "ddp": {
-        "communication": st.sampled_from(["auto", "nccl", "gloo"]),
-        "find_unused_parameters": st.booleans(),
-        "static_graph": st.just(False),
-        "gradient_as_bucket_view": st.booleans(),
-        "bucket_cap_mb": positive(2**20),
-        "powersgd_rank": st.integers(1, 1024),
-        "powersgd_start_step": st.integers(2, 10**9),
+        "communication": "gloo", "find_unused_parameters": True, "static_graph": False, "bucket_cap_mb": 1.5,
+        "gradient_as_bucket_view": False, "powersgd_rank": 2, "powersgd_start_step": 10,
     },
-    "memory_copies": {
-        "every": st.just("auto") | st.integers(0, 10**9),
-        "folder": or_none(TEXT.filter(lambda text: text != "null")),
+    "fsdp": {
+        "communication": "nccl", "wrap": ("Block",), "reshard_after_forward": False, "reshard_after_backward": False,
+        "find_unused_parameters": True, "cpu_offload": True, "shards": "host",
     },
-    "horovod": {
-        "controller": st.sampled_from(["auto", "mpi", "gloo"]),
-    },
-    "": {
-        "backend": TEXT.filter(len),
-        "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:3"]),
-        "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
-        "sync_batchnorm": st.booleans(),
-        "activation_checkpointing": st.booleans() | st.tuples(TEXT.filter(lambda text: "," not in text)),
-        "compile": st.sampled_from([True, False]),
-        "broadcast_buffers": st.booleans(),
-        "seed": st.integers(0, 2**32 - 1),
-        "exact_randomness": st.just(False),
-        "deterministic": st.booleans(),
-        "accumulate": st.integers(1),
-        "on_spike": st.sampled_from(["ignore", "warn", "skip", "stop"]),
-        "shares": or_none(st.lists(st.integers(1, 1000), min_size=1).map(tuple)),
-        "clip_norm": or_none(positive()),
-        "clip_value": or_none(positive()),
-        "on_nonfinite": st.sampled_from(["stop", "skip", "raise"]),
-        "shard_optimizer": st.booleans(),
-        "debug": st.booleans(),
-        "compression": st.sampled_from(["none", "fp16", "bf16"]),
-        "timeout_s": positive(1_000_000),
-        "heartbeat_timeout_s": positive(1_000_000),
-        "pin_memory": or_none(st.booleans()),
-    },
-    "metrics": {
-        "port": or_none(st.integers(0, 2**16 - 1)),
-        "host": st.just("127.0.0.1"),
-    },
-    "local_sgd": {
-        "steps": st.just(1),
-        "fragments": st.just(1),
-        "outer_lr": st.just(0.7),
-        "outer_momentum": st.just(0.9),
-    },
-}
-
-
-def some_of(section: str) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional=SECTIONS[section])
-
-
-STRATEGIES = st.builds(
-    lambda top, **sections: StrategyConfig.model_validate({**top, **sections}),
-    some_of(""),
-    **{name: some_of(name) for name in SECTIONS if name},
-)
+    "horovod": {"controller": "mpi"},
+    "local_sgd": {"steps": 1, "fragments": 1, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "memory_copies": {"every": "auto", "folder": "a: 'b'"},
+    "metrics": {"port": 0, "host": "127.0.0.1"},
+}  # fmt: skip
 
 
 def test_the_round_trip_covers_every_setting() -> None:
-    covered = {dotted(filter(None, (section, name))) for section in SECTIONS for name in SECTIONS[section]}
+    covered = {
+        dotted((name, inner) if isinstance(value, dict) else (name,))
+        for name, value in VALUES.items()
+        for inner in (value if isinstance(value, dict) else (name,))
+    }
     assert covered == {dotted(setting.path) for group in groups_of(StrategyConfig) for setting in group.settings}
 
 
 @hypothesis_settings(deadline=None)  # files on a busy machine
 @given(
-    strategy=STRATEGIES,
     model=TEXT.filter(lambda text: " " not in text),
-    lr=positive(),
+    backend=TEXT.filter(len),
+    lr=st.floats(0, 1e300, exclude_min=True),
     milestones=st.lists(st.integers()),
 )
 def test_a_dumped_configuration_loads_equal(
-    strategy: StrategyConfig,
-    model: str,
-    lr: float,
-    milestones: list[int],
-    tmp_path_factory: pytest.TempPathFactory,
+    model: str, backend: str, lr: float, milestones: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    strategy = StrategyConfig.model_validate({**VALUES, "backend": backend, "clip_norm": lr})
     recipe = Recipe(model=model, lr=lr, milestones=milestones, strategy=strategy, output_dir=Path("runs/é a"))
     file = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     file.write_text(dump_yaml(recipe), encoding="utf-8")
@@ -757,16 +635,11 @@ class Echo(LocalBackend):
 # What else is installed may be broken, or clash; runs that don't choose it are as they were.
 BROKEN = {
     "missing": "import a_module_that_is_not_there",
-    "raises": "raise RuntimeError('no network card')",
     "circular": "from unitrain import Backend, StrategyConfig",
     "seed": PLUGIN.replace("class Echo(", "class B(").replace('"echo"', '"seed"'),
     "needy": PLUGIN.replace("class Echo(", "class B(")
     .replace("Field(ge=0)] = 11", "Field(ge=0)]")
     .replace('name = "echo"', 'name = "needy"'),
-    "other": (
-        "from unitrain.communication.backend import LocalBackend\n"
-        "class B(LocalBackend):\n  name = 'other'\n  Settings = dict"
-    ),
 }
 
 # Each line of standard input is a command line and variables; each line of the output is what came of them.
@@ -809,7 +682,6 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
         {"UNITRAIN_ECHO__LOUDNESS": "4"},
         "^loudness=3 hall=False$",
     ),
-    "variable": (["--config", "FILE"], {"UNITRAIN_ECHO__LOUDNESS": "4"}, "^loudness=4 hall=False$"),
     "file": (["--config", "FILE"], {}, "^loudness=5 hall=False$"),
     "default": ([], {}, "^loudness=11 hall=False$"),
     "help": (
@@ -840,16 +712,10 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
         r"^--strategy\.missing\.x is not a flag\. Backend 'missing' \(plugin_missing:B\) can't be imported: No module "
         r"named 'a_module_that_is_not_there'\.$",
     ),
-    "a plug-in that raises": (
-        ["--strategy.raises.x", "1"],
-        {},
-        r"^--strategy\.raises\.x is not a flag\. Backend 'raises' has no settings: RuntimeError: no network card\.$",
-    ),
     "its variable": (
         [],
-        {"UNITRAIN_RAISES__X": "1"},
-        r"UNITRAIN_RAISES__X is not an environment variable of UniTrain, and is ignored\. Backend 'raises' has no "
-        r"settings: RuntimeError: no network card\.\n(?s:.*)loudness=11 hall=False$",
+        {"UNITRAIN_MISSING__X": "1"},
+        r"UNITRAIN_MISSING__X is not an environment variable .* is ignored\. Backend 'missing' .*: No module named",
     ),
     "a plug-in that asks for what is being made": (
         ["--strategy.circular.x", "1"],
@@ -860,11 +726,6 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
         ["--strategy.needy.hall"],
         {},
         "Backend 'needy' has no settings: ValueError: its setting 'loudness' has no default",
-    ),
-    "settings that are no section": (
-        ["--strategy.other.x", "1"],
-        {},
-        "Backend 'other' has no settings: TypeError: its Settings is <class 'dict'>, but must be a subclass of ",
     ),
     "a backend called as a common setting": (
         ["--strategy.seed.hall"],

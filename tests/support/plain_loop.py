@@ -1,15 +1,12 @@
-"""Trains a small model on one process, with a plain loop and with a strategy."""
+"""A small model, its data and a strategy of one process."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
@@ -44,45 +41,20 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
-def plain(
-    global_batch: int,
-    epochs: int = 2,
-    make: Callable[[nn.Module], Optimizer] = sgd,
-    before_step: Callable[[nn.Module], object] = lambda model: None,
-) -> nn.Sequential:
-    """Train without UniTrain on whole global batches."""
-    model = model_of()
-    optimizer = make(model)
-    inputs, targets = data().tensors
-    for _, start in itertools.product(range(epochs), range(0, SAMPLES, global_batch)):
-        rows = slice(start, start + global_batch)
-        optimizer.zero_grad()
-        mse_loss(model(inputs[rows]), targets[rows]).backward()  # type: ignore[no-untyped-call]
-        before_step(model)
-        optimizer.step()
-    return model
-
-
-def trained(strategy: Strategy, global_batch: int, epochs: int = 2) -> nn.Module:
-    model = model_of()
-    prepared, optimizer = strategy.prepare(model, sgd(model))
-    loader = strategy.dataloader(data(), global_batch_size=global_batch)
-    for _ in loader.epochs(epochs):
-        for inputs, targets in loader:
-            strategy.step(mse_loss(prepared(inputs), targets), optimizer)
-    return model
-
-
 def assert_equal(one: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(weights(one), weights(other), rtol=1e-12, atol=1e-12)
+
+
+def prepare_model(strategy: Strategy, seed: int = 0) -> tuple[Any, SGD]:
+    """Return a prepared model and its optimizer."""
+    model = model_of(seed)
+    return strategy.prepare(model, sgd(model))
 
 
 @pytest.fixture
 def ready() -> tuple[Strategy, nn.Module, Optimizer]:
     strategy = strategy_of(accumulate=2)
-    model = model_of()
-    prepared, optimizer = strategy.prepare(model, sgd(model))
-    return strategy, prepared, optimizer
+    return strategy, *prepare_model(strategy)
 
 
 Ready = tuple[Strategy, nn.Module, Optimizer]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unitrain.data.order.sharding import BatchPlan, EpochPlan, MicroBatch
+from unitrain.data.order.sharding import BatchPlan, EpochPlan
 
 Plan = EpochPlan | BatchPlan
 
@@ -39,45 +38,6 @@ def batch_plans(draw: st.DrawFn) -> BatchPlan:
 
 
 plans = st.one_of(epoch_plans(), batch_plans())
-worlds = st.integers(1, 9)
-
-
-def ranks_of(plan: Plan, world_size: int) -> list[list[MicroBatch]]:
-    return [list(replace(plan, rank=rank, world_size=world_size)) for rank in range(world_size)]
-
-
-def positions(plan: Plan, world_size: int, rank: int) -> list[int]:
-    """Return what a rank reads, by the rule in the module's words: every world-th from its own on."""
-    return [p for one in plan for p in range(one.start + rank, one.stop, world_size)]
-
-
-@given(plans, worlds)
-def test_each_position_comes_once(plan: Plan, world_size: int) -> None:
-    read: list[int] = []
-    for rank in range(world_size):
-        mine = replace(plan, rank=rank, world_size=world_size)
-        read += positions(mine, world_size, rank)
-        assert sum(one.count for one in mine) == len(positions(mine, world_size, rank))
-    left_out = 0
-    if isinstance(plan, EpochPlan) and plan.drop_last:
-        left_out = (plan.samples - plan.start) % plan.global_batch
-    assert sorted(read) == list(range(plan.start, plan.samples - left_out))
-
-
-@given(plans, worlds)
-def test_no_world_changes_what_a_step_is_made_of(plan: Plan, world_size: int) -> None:
-    alone = list(plan)
-    for mine in ranks_of(plan, world_size):
-        differ = [replace(one, count=other.count, everywhere=True) for one, other in zip(mine, alone, strict=True)]
-        assert differ == alone
-
-
-@given(plans, worlds)
-def test_shares_add_up_and_differ_by_one_at_most(plan: Plan, world_size: int) -> None:
-    for one in zip(*ranks_of(plan, world_size), strict=True):
-        counts = [micro_batch.count for micro_batch in one]
-        assert sum(counts) == one[0].stop - one[0].start > 0
-        assert max(counts) - min(counts) <= 1
 
 
 @given(plans)

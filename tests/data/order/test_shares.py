@@ -6,18 +6,12 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from math import ceil, floor
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from streams import Numbers
 from test_sharding import plans
-from torch.utils.data import default_collate
 
-from unitrain.data.order.samplers import Orders
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.data.order.shares import Part, part_of, reduced
-from unitrain.data.reading.map_style import requests
-from unitrain.data.reading.stream import WholeStream
 
 shares_of_ranks = st.lists(st.integers(1, 9), min_size=1, max_size=7).map(reduced)
 sizes = st.integers(0, 120)
@@ -39,15 +33,6 @@ def test_each_position_comes_once_in_proportion(shares: tuple[int, ...], size: i
         assert (size >= part.enough) == all(taken)
 
 
-@given(st.integers(1, 12), sizes, st.integers(0, 50), st.integers(1, 3))
-def test_equal_shares_are_every_nth_position(world_size: int, size: int, start: int, share: int) -> None:
-    shares = reduced([share] * world_size)
-    assert shares == (1,) * world_size
-    for rank, part in enumerate(parts_of(shares)):
-        assert np.array_equal(part.positions(start, start + size), range(start + rank, start + size, world_size))
-        assert part.enough == world_size
-
-
 @given(plans, shares_of_ranks)
 def test_shares_change_nothing_of_a_plan_but_counts(plan: EpochPlan | BatchPlan, shares: tuple[int, ...]) -> None:
     world_size = len(shares)
@@ -58,28 +43,3 @@ def test_shares_change_nothing_of_a_plan_but_counts(plan: EpochPlan | BatchPlan,
         assert len({one.everywhere for one in ours}) == 1
         for one in ours:
             assert replace(one, count=alone.count, everywhere=alone.everywhere) == alone
-
-
-@given(shares_of_ranks, st.integers(1, 40), st.integers(1, 20), st.integers(1, 3))
-def test_map_style_data_and_streams_are_dealt_out_alike(
-    shares: tuple[int, ...], samples: int, batch: int, accumulate: int
-) -> None:
-    world_size, batch = len(shares), max(batch, accumulate)
-    seen: list[int] = []
-    for rank in range(world_size):
-        plan = EpochPlan(
-            samples=samples,
-            global_batch=batch,
-            accumulate=accumulate,
-            rank=rank,
-            world_size=world_size,
-            drop_last=False,
-            shares=shares,
-        )
-        epoch = Orders(plan, shuffle=False).epoch(0, 0, 0)
-        asked = [request.samples for request in requests(epoch, epoch.plan, None, 0)]
-        pieces = list(WholeStream(Numbers(samples), plan, default_collate)._pieces(0, 0, 0, 1))
-        assert [piece.batch.tolist() for piece in pieces] == asked
-        assert [piece.micro_batch for piece in pieces] == list(plan)
-        seen += [sample for piece in pieces for sample in piece.batch.tolist()[: piece.samples]]
-    assert sorted(seen) == list(range(samples))

@@ -9,18 +9,17 @@ import torch
 from ranks import run_ranks
 from streams import WORLDS, Shards, of_workers
 from torch import nn
-from torch.nn.functional import mse_loss
 
 import unitrain
 from unitrain import DataError
 
 
-def read_shards(sizes: list[int], workers: int, drop_last: bool = False) -> dict[str, Any]:
+def read_shards(sizes: list[int], workers: int) -> dict[str, Any]:
     strategy = unitrain.init(accumulate=2, timeout_s=30)
     strategy.prepare(nn.Linear(1, 1))  # without a model in training mode, there would be no stand-ins
     data = Shards(sizes)
     batch = 4 * strategy.world_size
-    loader = strategy.dataloader(data, global_batch_size=batch, drop_last=drop_last, **of_workers(workers))
+    loader = strategy.dataloader(data, global_batch_size=batch, **of_workers(workers))
     seen, counts, states = [], [], []
     for batch in loader:
         micro_batch = strategy._step.batches.micro_batch
@@ -54,11 +53,6 @@ def test_uneven_shards_end_together(world_size: int, launcher: Literal["spawn", 
     assert all(rank["states"] == ranks[0]["states"] for rank in ranks)
 
 
-def test_drop_last_leaves_out_what_does_not_fill_a_step() -> None:
-    ranks = run_ranks(read_shards, [9, 6], 0, True, nprocs=2)
-    assert [rank["seen"] for rank in ranks] == [[0, 1, 2, 3], [100, 101, 102, 103]]
-
-
 def a_rank_without_samples() -> None:
     strategy = unitrain.init(timeout_s=30)
     list(strategy.dataloader(Shards([5, 5]), batch_size=2))
@@ -67,45 +61,3 @@ def a_rank_without_samples() -> None:
 def test_a_rank_without_samples_is_an_error_on_all() -> None:
     with pytest.raises(DataError, match="1 of 3 ranks have no samples of this dataset"):
         run_ranks(a_rank_without_samples, nprocs=3)
-
-
-def train_on_shards(sizes: list[int]) -> list[float]:
-    strategy = unitrain.init(precision="fp64", accumulate=2, timeout_s=30)
-    model = nn.Linear(1, 1)
-    nn.init.ones_(model.weight)
-    nn.init.zeros_(model.bias)
-    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    loader = strategy.dataloader(Shards(sizes), global_batch_size=4 * strategy.world_size)
-    held_out = strategy.dataloader(Shards([1, 2, 3]), batch_size=1)
-    weights = []
-    for numbers in loader:
-        inputs = numbers.double().unsqueeze(1)
-        strategy.step(mse_loss(model(inputs), 2 * inputs), optimizer)
-        counted = strategy.meter()
-        with strategy.evaluation(model):
-            for held in held_out:
-                counted.add(total=held.double().sum(), count=len(held))
-        assert counted.count() == 6
-        weights.append(next(model.parameters()).item())
-    strategy.check_in_sync(model)
-    return weights
-
-
-@pytest.mark.parametrize(("world_size", "launcher"), WORLDS)
-def test_training_on_uneven_shards_weighs_every_sample_alike(
-    world_size: int, launcher: Literal["spawn", "horovodrun"]
-) -> None:
-    sizes = [3, 17, 5]
-    ranks = run_ranks(train_on_shards, sizes, nprocs=world_size, launcher=launcher)
-    assert all(rank == ranks[0] for rank in ranks)
-    # By hand: each window is two batches of two samples of every rank, as long as its shards last.
-    parts = [[100 * i + j for i in range(rank, 3, world_size) for j in range(sizes[i])] for rank in range(world_size)]
-    weight, bias, expected = 1.0, 0.0, []
-    for start in range(0, max(map(len, parts)), 4):
-        window = torch.tensor([float(x) for part in parts for x in part[start : start + 4]], dtype=torch.float64)
-        error = 2 * (weight * window + bias - 2 * window) / len(window)
-        micro_batches = max(-(-len(part[start : start + 4]) // 2) for part in parts)
-        expected += [weight] * (micro_batches - 1)
-        weight, bias = weight - 1e-6 * float((error * window).sum()), bias - 1e-6 * float(error.sum())
-        expected.append(weight)
-    assert ranks[0] == pytest.approx(expected, rel=1e-12)

@@ -199,18 +199,6 @@ def test_another_global_batch_still_reads_each_sample_once(case: Case, before: W
     assert sorted(samples) == Shards(list(case.sizes)).samples()
 
 
-@pytest.mark.all("workers of its own")
-@given(cases(), worlds, worlds, st.integers(1, 5))
-def test_a_dataset_with_a_state_is_not_read_again(case: Case, before: World, after: World, stop: int) -> None:
-    shards = case.shards[0] * case.shards[1]
-    case = replace(case, stateful=True, drop_last=False, sizes=(100,) * shards)  # none has ended
-    after = replace(after, ranks=min(after.ranks, case.shards[0]))  # more of them read the same
-    first = case.play(before, stop=stop)
-    consumed = [sample for step in first.steps for sample in step]
-    rest = case.play(after, first.state)
-    assert sorted(consumed + rest.read) == Shards(list(case.sizes)).samples()
-
-
 def test_a_shard_that_has_ended_is_not_read_again() -> None:
     """Its state would begin anew, as that of many datasets does."""
     case = Case((1, 9), 4, 1, (2, 1), drop_last=False, stateful=True)
@@ -241,10 +229,7 @@ def test_what_can_not_be_dealt_out_is_refused() -> None:
     loader = strategy.dataloader(Shards([9]), batch_size=4, shards=(4, 1))
     list(trained(loader, 1))
     other = strategy.dataloader(Shards([9]), batch_size=3)
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(CheckpointError, match="3 samples can't be made of 4 shards"),
-    ):
+    with warnings.catch_warnings(), pytest.raises(CheckpointError, match="3 samples can't be made of 4 shards"):
         other.load_state_dict(loader.state_dict())
     whole = strategy.dataloader(Shards([9]), batch_size=4, sharded=False)
     with pytest.raises(CheckpointError, match="sharded in another way"):

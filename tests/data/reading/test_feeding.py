@@ -86,18 +86,10 @@ class WithKeywords(Noting):
         return self
 
 
-class OfTheObject(Noting):
-    def __init__(self) -> None:
-        super().__init__()
-        self.to = lambda device: self.moved.append({"device": device})
-
-
 def test_what_moves_itself_does_so_without_waiting_where_it_says_that_it_can() -> None:
-    batch = [WithNonBlocking(), WithKeywords(), OfTheObject()]
+    batch = [WithNonBlocking(), WithKeywords()]
     to_device(batch, META)
-    assert [one.moved for one in batch] == [
-        [{"device": META, "non_blocking": True}], [{"device": META}], [{"device": META}]
-    ]  # fmt: skip
+    assert [each.moved for each in batch] == [[{"device": META, "non_blocking": True}], [{"device": META}]]
     movable = WithNonBlocking()
     to_device(movable, torch.device("cpu"))
     assert movable.moved == [{"device": torch.device("cpu"), "non_blocking": False}]

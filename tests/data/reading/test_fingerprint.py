@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from unitrain.data.reading.fingerprint import fingerprint
 

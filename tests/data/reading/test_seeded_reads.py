@@ -110,10 +110,3 @@ def test_a_copy_in_another_process_seeds_that_process() -> None:
     in_batches(reads, Drawing("python", "numpy", since=20), 4)
     copied = pickle.loads(pickle.dumps(reads))
     assert in_batches(copied, Drawing("python", "numpy"), 4) == expected(Drawing("python", "numpy"))
-
-
-def test_an_error_is_the_dataset_s() -> None:
-    reads = SeededReads()
-    for _ in range(2):
-        with pytest.raises(IndexError, match="out of range"):
-            in_batches(reads, [1, 2, 3], 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from torch.utils.data import default_collate
 
 import unitrain
 from unitrain.data.order.sharding import EpochPlan
+from unitrain.data.order.shares import part_of, reduced
 from unitrain.data.reading.stream import Piece, WholeStream
 
 
 @given(
     st.integers(0, 60),
-    st.integers(1, 17),
+    st.integers(1, 17).map(lambda ranks: (1,) * ranks)
+    | st.lists(st.integers(1, 9), min_size=1, max_size=7).map(reduced),
     st.integers(1, 3),
     st.integers(1, 30),
     st.integers(1, 4),
@@ -28,51 +31,30 @@ from unitrain.data.reading.stream import Piece, WholeStream
     st.booleans(),
 )
 def test_a_whole_stream_is_dealt_out_like_map_style_data(
-    length: int, world_size: int, workers: int, batch: int, accumulate: int, start: int, drop_last: bool
+    length: int, shares: tuple[int, ...], workers: int, batch: int, accumulate: int, start: int, drop_last: bool
 ) -> None:
-    batch, start = max(batch, accumulate), min(start, length)
-    expected = list(
-        EpochPlan(
-            samples=length,
-            global_batch=batch,
-            accumulate=accumulate,
-            rank=0,
-            world_size=1,
-            drop_last=drop_last,
-            start=start,
-        )
+    batch, start, world_size = max(batch, accumulate), min(start, length), len(shares)
+    whole = EpochPlan(
+        samples=length,
+        global_batch=batch,
+        accumulate=accumulate,
+        rank=0,
+        world_size=1,
+        drop_last=drop_last,
+        start=start,
     )
+    expected = list(whole)
     seen = []
     for rank in range(world_size):
-        stream = WholeStream(
-            Numbers(length),
-            EpochPlan(
-                samples=0,
-                global_batch=batch,
-                accumulate=accumulate,
-                rank=rank,
-                world_size=world_size,
-                drop_last=drop_last,
-            ),
-            default_collate,
-        )
+        plan = replace(whole, rank=rank, world_size=world_size, shares=shares)
+        stream = WholeStream(Numbers(length), replace(plan, samples=0, start=0), default_collate)
         read = [list(stream._pieces(0, start, worker, workers)) for worker in range(workers)]
         # A DataLoader asks its workers in turn.
         pieces = [piece for turn in itertools.zip_longest(*read) for piece in turn if piece is not None]
-        mine = list(
-            EpochPlan(
-                samples=length,
-                global_batch=batch,
-                accumulate=accumulate,
-                rank=rank,
-                world_size=world_size,
-                drop_last=drop_last,
-                start=start,
-            )
-        )
+        mine = list(plan)
         assert [piece.micro_batch for piece in pieces] == mine
         for micro_batch, piece in zip(mine, pieces, strict=True):
-            samples = list(range(micro_batch.start + rank, micro_batch.stop, world_size))
+            samples = part_of(rank, shares).positions(micro_batch.start, micro_batch.stop).tolist()
             assert piece.samples == len(samples)
             assert piece.batch.tolist() == (samples or [micro_batch.start]), "a rank without samples has a stand-in"
             seen += samples

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from jobs import run_job
-from needs import GPU, HOROVOD
+from needs import GPU
 from pretended import pretended_rank
 from ranks import run_ranks
 from torch.utils.data import Dataset, Subset, TensorDataset
@@ -84,20 +84,15 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["spawn", pytest.param("horovodrun", marks=[HOROVOD, pytest.mark.all("what fails is the same loader's")])],
-)
 @pytest.mark.parametrize(("fail", "settings", "error", "message"), FAILURES)
 def test_a_failed_worker_ends_the_job_with_its_own_message(
     fail: Callable[[], object],
     settings: dict[str, Any],
     error: type[Exception] | tuple[type[Exception], ...],
     message: str,
-    launcher: Literal["spawn", "horovodrun"],
 ) -> None:
     with pytest.raises(error, match=message):
-        run_ranks(read, fail, settings, nprocs=2, launcher=launcher)
+        run_ranks(read, fail, settings, nprocs=2)
 
 
 class Pids(Dataset[int]):
@@ -115,11 +110,6 @@ class Pids(Dataset[int]):
         return os.getpid()
 
 
-def signal_from_elsewhere(number: int, pids: set[int]) -> None:
-    """Send a signal as a launcher or a scheduler would, which is no parent of the workers."""
-    subprocess.run(["sh", "-c", f"kill -{number:d} {' '.join(map(str, pids))}"], check=True)
-
-
 def read_under_signals(context: str) -> tuple[int, float]:
     strategy = unitrain.init(timeout_s=60)
     settings: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context, "prefetch_factor": 1}
@@ -127,7 +117,9 @@ def read_under_signals(context: str) -> tuple[int, float]:
     samples = 0
     for batch in strategy.dataloader(Pids(), batch_size=1, **settings):
         if len(pids) == 2:
-            signal_from_elsewhere((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[samples % 3], pids)
+            # As a launcher or a scheduler does it, which is no parent of the workers.
+            number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[samples % 3]
+            subprocess.run(["sh", "-c", f"kill -{number:d} {' '.join(map(str, pids))}"], check=True)
         pids |= set(batch.tolist())
         samples += 1
     began = time.monotonic()
@@ -143,18 +135,13 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_their_process() -> None
     assert seconds < 4.0  # torch terminates those that have not ended after 5 s
 
 
-@pytest.mark.parametrize(
-    "fail",
-    [pytest.param(lambda: None, marks=pytest.mark.all("hung ones are harder to end")), hang],
-    ids=["idle", "hung"],
-)
-def test_workers_end_with_a_process_that_does_not_end_them(tmp_path: Path, fail: Callable[[], object]) -> None:
-    script = f"""
+def test_workers_end_with_a_process_that_does_not_end_them(tmp_path: Path) -> None:
+    script = """
 import os, threading, unitrain
 class Data:
     def __len__(self): return 3
     def __getitem__(self, index):
-        if index == 2 and {fail is hang}: threading.Event().wait()
+        if index == 2: threading.Event().wait()
         return index
 strategy = unitrain.init(backend="single")
 batches = iter(strategy.dataloader(Data(), batch_size=1, num_workers=1, multiprocessing_context="fork"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from unitrain import UsageError
@@ -112,28 +112,6 @@ def test_full_buckets_are_sent_while_backward_runs_where_that_is_wanted(overlap:
     assert sums.sent == ["g.0", "g.1"]
 
 
-def test_a_backward_that_is_not_armed_adds_up_and_sends_nothing() -> None:
-    armed = False
-    weight = ones(1)
-    reducer, sums = reducer_of(weight, armed=lambda: armed)
-    weight.sum().backward()  # type: ignore[no-untyped-call]
-    assert sums.sent == []
-    armed = True
-    (2 * weight).sum().backward()  # type: ignore[no-untyped-call]
-    reducer.finish()
-    assert sums.sent == ["g.0"]
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [3]
-
-
-def test_closed_it_sends_nothing() -> None:
-    weight = ones(1)
-    reducer, sums = reducer_of(weight)
-    reducer.close()
-    weight.sum().backward()  # type: ignore[no-untyped-call]
-    assert sums.sent == []
-
-
 # ------------------------------------------------------------------------------------------------- what it refuses
 
 
@@ -143,10 +121,3 @@ def test_a_gradient_after_its_bucket_was_sent_is_refused() -> None:
     weight.sum().backward()  # type: ignore[no-untyped-call]
     with pytest.raises(UsageError, match="after its bucket had been reduced: either a second backward"):
         weight.sum().backward()  # type: ignore[no-untyped-call]
-
-
-def test_sparse_gradients_are_refused() -> None:
-    table = nn.Embedding(5, 3, sparse=True)
-    reducer_of(table.get_parameter("weight"))
-    with pytest.raises(UsageError, match=r"shape \(5, 3\) has a sparse gradient.*sparse=False"):
-        table(torch.tensor([1])).sum().backward()

@@ -18,14 +18,7 @@ import unitrain
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
 
-WAYS: list[tuple[float | None, float | None]] = [
-    (None, None),
-    (1.0, None),
-    (1e9, None),
-    (None, 0.5),
-    (1.0, 0.5),
-    (1e9, 0.5),
-]
+WAYS = [(norm, value) for value in (None, 0.5) for norm in (None, 1.0, 1e9)]
 
 
 class Net(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from ranks import run_ranks
@@ -27,17 +26,9 @@ class Scaled(nn.Module):
 
 def train(backend: str) -> tuple[list[bool], list[float], dict[str, Tensor]]:
     """Return which steps were made, the scale after each, and the weights."""
-    settings: dict[str, Any] = {
-        "backend": backend,
-        "device": "cpu",
-        "precision": "fp16",
-        "clip_norm": 1.0,
-        "timeout_s": 30,
-    }
-    with unitrain.init(**settings) as strategy:
+    with unitrain.init(backend=backend, device="cpu", precision="fp16", clip_norm=1.0, timeout_s=30) as strategy:
         torch.manual_seed(0)
-        model = Scaled()
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(model := Scaled(), torch.optim.SGD(model.parameters(), lr=0.1))
         stepped, scales = [], []
         for step in range(3):
             loss = model(torch.full((2, 3), 1.0 + strategy.rank)).float().square().mean() * 1e-3

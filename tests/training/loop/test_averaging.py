@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from pretended import pretended_rank
 from torch.nn import Parameter
@@ -24,17 +23,3 @@ def test_each_parameter_is_watched_once() -> None:
     both = made.finishers([third, first])
     assert len(both) == 2
     assert of_two in both
-
-
-def test_only_an_armed_backward_communicates() -> None:
-    made = averaging()
-    weight = Parameter(torch.ones(1))
-    made.finishers([weight])
-    made.expect(False)
-    weight.sum().backward()  # type: ignore[no-untyped-call]
-    assert not made.armed
-    made.expect(True)
-    with pytest.raises(AssertionError, match=r"gradients\.0\.0 communicates"):
-        weight.sum().backward()  # type: ignore[no-untyped-call]
-    made.close()
-    weight.sum().backward()  # type: ignore[no-untyped-call]

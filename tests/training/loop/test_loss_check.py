@@ -39,14 +39,12 @@ def messages(loss: Tensor, *, accumulate: int = 1, world: int = 1, weighted: boo
     ("loss", "settings", "said"),
     [
         (lambda: logits().mean() / 4, {"accumulate": 4}, "divided by 4, the setting accumulate"),
-        (lambda: logits().mean() * 0.25, {"accumulate": 4}, "divided by 4, the setting accumulate"),
         (lambda: logits().mean() / 3, {"world": 3}, "divided by 3, the number of processes"),
         (lambda: logits().mean() * torch.tensor(65536.0), {}, "multiplied by 65536, as by a GradScaler"),
         (lambda: torch.GradScaler("cpu").scale(logits().mean()), {}, "multiplied by 65536, as by a GradScaler"),
         (lambda: cross_entropy(logits(), LABELS), {"world": 2}, r"a mean over 4, .* 5 targets \(some have ignore_i"),
         (lambda: mse_loss(logits(), LOGITS, reduction="sum"), {"world": 2}, "a sum over samples .* Divide the loss by"),
         (lambda: bce(logits().sigmoid(), LOGITS, reduction="sum") + logits().sum(), {"accumulate": 2}, "a sum over"),
-        (lambda: cross_entropy(logits(), LABELS).double() + 1, {"accumulate": 2}, "mean over 4"),
         (
             lambda: cross_entropy(logits(), LABELS.abs() % 3, CLASS_WEIGHTS),
             {"world": 2},
@@ -71,7 +69,6 @@ def test_a_loss_that_trains_another_model_is_warned_of_once(loss: Any, settings:
         (lambda: logits().mean() / 3, {"accumulate": 4, "world": 2}),
         (lambda: (logits().mean() + logits().sum()) / 4, {"accumulate": 4}),  # the mean of several losses
         (lambda: logits().mean() * 0.5, {"world": 2}),
-        (lambda: logits().mean() * 2048, {}),
         (lambda: logits().sum() / 4, {"accumulate": 4}),  # the mean over a batch of 4
         (lambda: mse_loss(logits(), logits().detach(), reduction="sum") / 2, {"world": 2}),
         (lambda: logits().mean() * torch.tensor(2.0, requires_grad=True), {"accumulate": 2}),
@@ -91,33 +88,20 @@ def test_other_losses_are_not(loss: Any, settings: dict[str, Any]) -> None:
     assert messages(loss(), **settings) == []
 
 
-def looked_at() -> list[int]:
-    """Return the steps in which the strategy looks at a loss."""
+def test_few_steps_are_looked_at() -> None:
+    check = LossCheck(1, 2)
     steps = []
-    with unitrain.init(backend="ddp") as strategy, pytest.MonkeyPatch.context() as patch:
-        look = LossCheck.look
-
-        def record(self: LossCheck, loss: Tensor, step: int, *, weighted: bool) -> None:
+    for step in range(20):
+        if step >= check.next_step:
             steps.append(step)
-            look(self, loss, step, weighted=weighted)
-
-        patch.setattr(LossCheck, "look", record)
-        model = nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(20):
-            strategy.step(model(torch.randn(2, 2)).mean(), optimizer)
-    return steps
-
-
-def test_few_steps_of_rank_0_are_looked_at() -> None:
-    assert run_ranks(looked_at) == [[0, 1, 2, 4, 8, 16], []]
+            check.look(logits().mean(), step, weighted=False)
+    assert steps == [0, 1, 2, 4, 8, 16]
 
 
 def train_with_ignored_targets() -> list[str]:
     with unitrain.init(backend="ddp") as strategy, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        model = nn.Linear(3, 3)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(model := nn.Linear(3, 3), torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(3):
             strategy.step(cross_entropy(model(torch.randn(5, 3)), LABELS), optimizer)
     return [f"{one.filename}: {one.message}" for one in seen]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from plain_loop import Ready, assert_equal, model_of, ready, sgd, strategy_of, weights
+from plain_loop import Ready, assert_equal, model_of, prepare_model, ready, sgd, strategy_of, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 import unitrain
-from unitrain import Stopped, UsageError
+from unitrain import UsageError
 from unitrain.testing.models import Net, Twins, samples, step_by_hand
 
 __all__ = ["ready"]  # the fixture
@@ -24,48 +22,11 @@ X = torch.arange(24, dtype=torch.float64).reshape(6, 4).sin()
 Make = Callable[[dict[str, Any]], Any]
 
 
-# ------------------------------------------------------------------------------------------------ one weight
-
-
-def test_a_window_ended_early_without_a_loader_is_the_mean_of_what_it_held() -> None:
-    strategy = strategy_of(accumulate=4)
-    model = model_of()
-    expected = copy.deepcopy(model)
-    model, optimizer = strategy.prepare(model, sgd(model))
-    x = torch.randn(6, 4, dtype=torch.float64)
-    strategy.step(model(x[:2]).pow(2).mean(), optimizer)
-    strategy.backward(model(x[2:]).pow(2).mean(), optimizer, sync=True)
-    assert strategy.update(optimizer).stepped
-    plain_optimizer = sgd(expected)
-    (expected(x[:2]).pow(2).mean() / 2 + expected(x[2:]).pow(2).mean() / 2).backward()
-    plain_optimizer.step()
-    assert_equal(model, expected)
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_weight_makes_the_gradient_that_of_the_weighted_mean(as_tensor: bool) -> None:
-    strategy = strategy_of(accumulate=2)
-    model = model_of()
-    expected = copy.deepcopy(model)
-    model, optimizer = strategy.prepare(model, sgd(model))
-    x = torch.randn(6, 4, dtype=torch.float64)
-    for rows, tokens in ((x[:2], 3), (x[2:], 7)):
-        weight = torch.tensor(tokens) if as_tensor else tokens
-        strategy.step(model(rows).pow(2).mean(), optimizer, weight=weight)
-    plain_optimizer = sgd(expected)
-    (expected(x[:2]).pow(2).mean() * 0.3 + expected(x[2:]).pow(2).mean() * 0.7).backward()
-    plain_optimizer.step()
-    assert_equal(model, expected)
-
-
 def test_weights_of_a_window_are_all_or_none(ready: Ready) -> None:
     strategy, model, optimizer = ready
     strategy.step(model(torch.ones(2, 4)).sum(), optimizer, weight=3)
     with pytest.raises(UsageError, match="weight="):
         strategy.step(model(torch.ones(2, 4)).sum(), optimizer)
-
-
-# ------------------------------------------------------------------------------------------------ several weights
 
 
 def losses_of(model: nn.Module, rows: slice) -> dict[str, Tensor]:
@@ -88,69 +49,28 @@ FORMS: dict[str, tuple[Make, Make]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_each_loss_is_weighted_by_its_own_total(form: str) -> None:
     of_losses, of_weights = FORMS[form]
-    strategy = strategy_of(accumulate=3)
-    model = model_of()
-    expected = copy.deepcopy(model)
-    model, optimizer = strategy.prepare(model, sgd(model))
-    by_hand = sgd(expected)
-    counts = ({"tokens": 3, "boxes": 4}, {"tokens": 7, "boxes": 0}, {"tokens": 10, "boxes": 1})
-    for _ in range(2):
-        parts = [slice(0, 2), slice(2, 5), slice(5, 6)]
-        results = [
-            strategy.step(of_losses(losses_of(model, rows)), optimizer, weight=of_weights(number))
-            for rows, number in zip(parts, counts, strict=True)
-        ]
-        assert [result.stepped for result in results] == [False, False, True]
-        total = torch.zeros(())
-        for rows, number in zip(parts, counts, strict=True):
-            losses = losses_of(expected, rows)
-            total = losses["tokens"] * number["tokens"] / 20 + losses["boxes"] * number["boxes"] / 5 + total
-        step_by_hand(total, by_hand)
+    strategy = strategy_of(accumulate=2)
+    model, optimizer = prepare_model(strategy)
+    expected = model_of()
+    total = torch.zeros(())
+    for rows, tokens, boxes in ((slice(0, 2), 3, 4), (slice(2, 6), 7, 1)):
+        counts = of_weights({"tokens": tokens, "boxes": boxes})
+        strategy.step(of_losses(losses_of(model, rows)), optimizer, weight=counts)
+        losses = losses_of(expected, rows)
+        total = total + losses["tokens"] * tokens / 10 + losses["boxes"] * boxes / 5
+    step_by_hand(total, sgd(expected))
     assert_equal(model, expected)
 
 
 def test_one_batch_of_one_process_has_the_gradient_of_the_sum_bit_for_bit() -> None:
     strategy = strategy_of()
-    model, expected = model_of(), model_of()
-    model, optimizer = strategy.prepare(model, sgd(model))
+    model, optimizer = prepare_model(strategy)
+    expected = model_of()
     by_hand = sgd(expected)
     for _ in range(3):
         strategy.step(listed(losses_of(model, slice(6))), optimizer, weight=[49, 0.3])
         step_by_hand(sum(listed(losses_of(expected, slice(6)))), by_hand)
     assert torch.equal(weights(model), weights(expected))
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("none", [0, torch.tensor(0)])
-def test_a_mean_of_nothing_adds_nothing(accumulate: int, none: Any) -> None:
-    """Its gradient would be 0 times infinity."""
-    strategy = strategy_of(accumulate=accumulate, on_nonfinite="raise")
-    model, expected = model_of(), model_of()
-    model, optimizer = strategy.prepare(model, sgd(model))
-    by_hand = sgd(expected)
-    for _ in range(accumulate):
-        out = model(X)
-        empty = 2.0 * (out[:0].pow(2).sum() / 0 + out.sum() / 0)
-        strategy.step([out.pow(2).mean(), empty], optimizer, weight=[3, none])
-    step_by_hand(expected(X).pow(2).mean(), by_hand)
-    assert_equal(model, expected)
-
-
-def test_several_optimizers_share_the_losses() -> None:
-    strategy = strategy_of(accumulate=2)
-    models, expected = [model_of(1), model_of(2)], [model_of(1), model_of(2)]
-    optimizers = [sgd(model) for model in models]
-    strategy.prepare(*models, *optimizers)
-    by_hand = [sgd(model) for model in expected]
-    for rows, counts in ((slice(2), [1.0, 4.0]), (slice(2, 6), [3.0, 1.0])):
-        out = models[0](X[rows]) + models[1](X[rows])
-        strategy.step([out.pow(2).mean(), out.abs().mean()], optimizers, weight=counts)
-        out = expected[0](X[rows]) + expected[1](X[rows])
-        (out.pow(2).mean() * counts[0] / 4 + out.abs().mean() * counts[1] / 5).backward()
-    for one in by_hand:
-        one.step()
-    for model, its in zip(models, expected, strict=True):
-        assert_equal(model, its)
 
 
 def test_fp16_scales_all_of_them_and_an_overflow_of_one_skips() -> None:
@@ -166,18 +86,6 @@ def test_fp16_scales_all_of_them_and_an_overflow_of_one_skips() -> None:
         result = strategy.step([out.pow(2).mean() * factor, out.abs().mean()], optimizer, weight=[2, 3])
         assert result.skipped == (factor > 1)
     torch.testing.assert_close(weights(model), weights(expected), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_one_that_is_not_finite_stops_the_run(accumulate: int) -> None:
-    strategy = strategy_of(accumulate=accumulate)
-    model = model_of()
-    model, optimizer = strategy.prepare(model, sgd(model))
-    before = weights(model)
-    with pytest.raises(Stopped):  # noqa: PT012
-        for _ in range(accumulate):
-            strategy.step([model(X).sum(), model(X).sum() * math.nan], optimizer, weight=[1, 2])
-    assert torch.equal(weights(model), before)
 
 
 @pytest.mark.parametrize(
@@ -272,24 +180,3 @@ def differ(names: tuple[str, str]) -> str:
 def test_ranks_with_different_losses_are_told(names: tuple[str, str]) -> None:
     for said in run_ranks(differ, names):
         assert said.startswith("the ranks, or the micro-batches of a window, pass different losses (by number or by na")
-
-
-def collectives(several: bool) -> list[str]:
-    """Return the reductions of the core in a step, of one loss with a weight or of two."""
-    with unitrain.init(backend="ddp", precision="fp64", device="cpu", timeout_s=30) as strategy:
-        twins, made = Twins(strategy), []
-        reduce = strategy.communicator.collectives.all_reduce_async
-
-        def recorded(tensor: Tensor, op: str, name: str) -> Callable[[], None]:
-            made.append(name)
-            return reduce(tensor, op, name)
-
-        strategy.communicator.collectives.all_reduce_async = recorded
-        out = twins.prepared(twins.rows)
-        loss: Any = [out.sum(), out.abs().mean()] if several else out.sum()
-        strategy.step(loss, twins.optimizer, weight=[2, 3] if several else 2)
-        return list(made)  # close() makes another
-
-
-def test_it_takes_the_one_reduction_that_a_weight_takes() -> None:
-    assert run_ranks(collectives, True) == run_ranks(collectives, False) == [["weight of optimizer 0"]] * 2

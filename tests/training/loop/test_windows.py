@@ -5,8 +5,7 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 import pytest
-import torch
-from plain_loop import model_of, sgd, strategy_of
+from plain_loop import model_of, sgd
 from pretended import pretended_rank
 
 from unitrain.training.loop.averaging import GradientAveraging
@@ -24,15 +23,3 @@ def test_buckets_are_made_later_if_there_was_no_memory_for_them(monkeypatch: pyt
     assert isinstance(rank.step.averaging, GradientAveraging)
     assert len(rank.step.averaging._progress[optimizer].finishers) == 1
     assert window.trained == list(model.parameters())
-
-
-def test_a_parameter_added_to_an_optimizer_is_trained() -> None:
-    strategy, (one, two) = strategy_of(), (model_of(1), model_of(2))
-    optimizer = sgd(one)
-    one, two, optimizer = strategy.prepare(one, two, optimizer)
-    rows = torch.ones(2, 4, dtype=torch.float64)
-    strategy.step(one(rows).sum(), optimizer)
-    optimizer.add_param_group({"params": list(two.parameters())})
-    before = [p.clone() for p in two.parameters()]
-    strategy.step(two(rows).sum() + one(rows).sum(), optimizer)
-    assert not any(torch.equal(p, was) for p, was in zip(two.parameters(), before, strict=True))

@@ -3,32 +3,10 @@
 from __future__ import annotations
 
 import torch
-from ranks import run_ranks
 from torch import nn
 
-import unitrain
 from unitrain.data.loop import CurrentBatch
 from unitrain.training.models import batch_norm
-
-
-def _averages() -> None:
-    """An evaluation begins with the mean of the ranks' statistics."""
-    with unitrain.init(precision="fp64", timeout_s=30) as strategy:
-        model = nn.Sequential(
-            nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), nn.BatchNorm1d(2)
-        ).double()
-        prepared = strategy.prepare(model)
-        with torch.no_grad():
-            for buffer in model.buffers():
-                buffer.fill_(4 * strategy.rank + 1)
-        with strategy.evaluation(prepared):
-            for name, buffer in model.named_buffers():
-                expected = 4 * strategy.rank + 1 if name.endswith("num_batches_tracked") else 3
-                assert torch.equal(buffer, torch.full_like(buffer, expected)), name
-
-
-def test_statistics_that_are_not_synchronised_are_averaged_for_evaluation() -> None:
-    run_ranks(_averages)
 
 
 class Everywhere(batch_norm.GlobalBatchNorm):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import unitrain
+from unitrain.testing.models import step_by_hand
 
 
 class Codebook(nn.Module):
@@ -52,8 +53,7 @@ def rows(rank: int, step: int) -> Tensor:
 def train(backend: str, broadcast: bool, steps: int) -> dict[str, Any]:
     with unitrain.init(backend=backend, broadcast_buffers=broadcast, device="cpu", timeout_s=30) as strategy:
         torch.manual_seed(0)
-        model = Codebook()
-        prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        prepared, optimizer = strategy.prepare(model := Codebook(), torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(steps):
             strategy.step(prepared(rows(strategy.rank, step)).pow(2).mean(), optimizer)
         return {name: tensor.clone() for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
@@ -63,13 +63,10 @@ def train_with_ddp(steps: int) -> dict[str, Any]:
     """Train with torch's own DDP, within a process group of the library's."""
     with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
         torch.manual_seed(0)
-        model = Codebook()
-        wrapped = DistributedDataParallel(model)
+        wrapped = DistributedDataParallel(model := Codebook())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(steps):
-            optimizer.zero_grad()
-            wrapped(rows(strategy.rank, step)).pow(2).mean().backward()
-            optimizer.step()
+            step_by_hand(wrapped(rows(strategy.rank, step)).pow(2).mean(), optimizer)
         return {name: tensor.clone() for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
 
 
@@ -96,8 +93,7 @@ def test_they_are_each_rank_s_own_on_request() -> None:
     assert torch.equal(first["linear.weight"], second["linear.weight"])
 
 
-def train_one_after_the_other() -> dict[str, Any]:
-    buffers = {}
+def train_one_after_the_other() -> list[dict[str, Any]]:
     with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
         torch.manual_seed(0)
         models = [Codebook(), Codebook()]
@@ -105,13 +101,10 @@ def train_one_after_the_other() -> dict[str, Any]:
             prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for step in range(3):
                 strategy.step(prepared(rows(strategy.rank, step)).pow(2).mean(), optimizer)
-        for number, model in enumerate(models):
-            buffers.update({f"{number}.{name}": buffer.clone() for name, buffer in model.named_buffers()})
-    return buffers
+        return [dict(model.named_buffers()) for model in models]
 
 
 def test_a_module_may_be_prepared_while_another_one_is_trained() -> None:
-    first, second = run_ranks(train_one_after_the_other)
-    for number in range(2):
+    for first, second in zip(*run_ranks(train_one_after_the_other), strict=True):
         for name in ("mean", "assigned", "calls"):
-            assert torch.equal(first[f"{number}.{name}"], second[f"{number}.{name}"]), name
+            assert torch.equal(first[name], second[name]), name

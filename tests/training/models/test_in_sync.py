@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
 import torch
-import torchmetrics
 from needs import HOROVOD
 from ranks import run_ranks
 from torch import nn
 
 import unitrain
-from unitrain.features.torchmetrics import synchronise_metric
 
-WORLDS = [("ddp", 2, "spawn"), ("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
+WORLDS = [("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -51,8 +50,7 @@ def drifting(change: str) -> str:
     """Train two epochs, of which the second one begins with ranks that differ. Return the error and its place."""
     with unitrain.init(backend="ddp") as strategy, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        model = nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
         loader = strategy.dataloader(torch.utils.data.TensorDataset(torch.eye(8, 2)), global_batch_size=4)
         try:
             for epoch in loader.epochs(2):
@@ -71,37 +69,18 @@ def drifting(change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("1", "epoch 0: the ranks' models differ: bias (1,) of rank 1 is not that of rank 0."),
-        ("lr", "epoch 0: the optimizers of the ranks differ: lr of parameter group 0 is 0.1 on rank 0; 0.2 on"),
+        ("1", r"epoch 0: the ranks' models differ: bias \(1,\) of rank 1 is not that of rank 0\."),
+        (
+            "lr",
+            r"epoch 0: the optimizers of the ranks differ: lr of parameter group 0 is 0\.1 on rank 0; 0\.2 on .*"
+            r"and step a ReduceLROnPlateau with the same metric, as a meter's value\(\)\.$",
+        ),
     ],
 )
 def test_ranks_that_drifted_apart_are_noticed_at_the_end_of_an_epoch(change: str, said: str) -> None:
     first, other = run_ranks(drifting, change)
-    assert first.startswith(said)
+    assert re.match(said, first), first
     assert other == first
-
-
-def plateau() -> str:
-    """Step a ReduceLROnPlateau with another metric on each rank: rank 1's gets worse. Return the error."""
-    with unitrain.init(backend="ddp") as strategy:
-        model = nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        loader = strategy.dataloader(torch.utils.data.TensorDataset(torch.eye(8, 2)), global_batch_size=4)
-        try:
-            for epoch in loader.epochs(4):
-                for (x,) in loader:
-                    strategy.step(model(x).mean(), optimizer)
-                scheduler.step(epoch if strategy.rank else -epoch)
-        except unitrain.CommunicationError as error:
-            return f"epoch {epoch}: {error}"
-    return "nothing"
-
-
-def test_a_plateau_of_one_rank_is_noticed() -> None:
-    for said in run_ranks(plateau):
-        assert said.startswith("epoch 2: the optimizers of the ranks differ: lr of parameter group 0 is 0.1 on")
-        assert said.endswith("and step a ReduceLROnPlateau with the same metric, as a meter's value().")
 
 
 def test_ranks_that_round_differently_train_on() -> None:
@@ -109,37 +88,3 @@ def test_ranks_that_round_differently_train_on() -> None:
     first, other = run_ranks(drifting, "1e-6")
     assert first.startswith("the ranks' models differ by rounding: bias (1,) of rank 1 is not that of rank 0.")
     assert other == ""
-
-
-def metrics(backend: str) -> tuple[float, list[float], float, float]:
-    with unitrain.init(backend=backend) as strategy:
-        accuracy = synchronise_metric(torchmetrics.classification.MulticlassAccuracy(3, average="micro"), strategy)
-        collected = synchronise_metric(torchmetrics.CatMetric(), strategy)
-        generator = torch.Generator().manual_seed(0)
-        predictions, labels = torch.randint(3, (2, 41), generator=generator)
-        mine = slice(strategy.rank, None, strategy.world_size)
-        accuracy.update(predictions[mine], labels[mine])
-        collected.update(predictions[mine].float())
-        right = (predictions == labels)[mine]
-        meter = strategy.meter()
-        meter.add(total=right.sum(), count=len(right))
-        return (
-            float(accuracy.compute()),
-            sorted(collected.compute().tolist()),
-            meter.value(),
-            float(strategy.all_reduce(right.sum())),
-        )
-
-
-@pytest.mark.parametrize(("backend", "world", "launcher"), WORLDS)
-def test_torchmetrics_and_meters_see_every_sample_once(backend: str, world: int, launcher: str) -> None:
-    expected = metrics("single")
-    assert len(expected[1]) == 41
-    for found in run_ranks(metrics, backend, nprocs=world, launcher=launcher):  # type: ignore[arg-type]
-        assert found[0] == pytest.approx(expected[0], abs=1e-7)
-        assert found[1:] == expected[1:]
-
-
-def test_metric_refuses_what_is_none() -> None:
-    with unitrain.init(backend="single") as strategy, pytest.raises(unitrain.UsageError, match=r"not int\. For a mean"):
-        synchronise_metric(3, strategy)

@@ -6,16 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from pretended import pretended_rank
-from ranks import run_ranks
 from torch import nn
-from torch.nn import Parameter
 from torch.optim import SGD
 
 import unitrain
-from unitrain import ConfigError, Strategy
-from unitrain.training.gradients import gradients
-from unitrain.training.loop.averaging import GradientAveraging
+from unitrain import ConfigError
 from unitrain.training.models.passes import ModulePass
 
 
@@ -84,56 +79,3 @@ def test_a_call_that_is_refused_changes_nothing() -> None:
             strategy.prepare(model)
         assert notes == ["10 inspects Linear"]
         assert model.weight.dtype == torch.float32
-
-
-class Scaled(unitrain.Feature, ModulePass):
-    """Lets each module return twice its output, by a hook that exports must not have."""
-
-    def apply(self, module: nn.Module) -> None:
-        """Add a hook, on each rank."""
-        self._handle = module.register_forward_hook(lambda layer, args, output: output * 2)
-
-    def revert(self, copy: nn.Module) -> None:
-        """Remove the hook of the copy."""
-        del copy._forward_hooks[self._handle.id]
-
-
-def scaled() -> tuple[float, float]:
-    """Return what a model and its export say, of a script that adds a pass."""
-    strategy: Strategy
-    with unitrain.init(timeout_s=30) as strategy:
-        strategy.add(Scaled())
-        model = strategy.prepare(nn.Linear(1, 1, bias=False))
-        inner = strategy.unwrap(model)
-        assert isinstance(inner.weight, Parameter)
-        with torch.no_grad():
-            inner.weight.fill_(1.5)
-        x = torch.ones(1, 1)
-        return model(x).item(), strategy.export(model)(x).item()
-
-
-def test_a_pass_of_a_script_on_several_ranks() -> None:
-    assert run_ranks(scaled) == [(3.0, 1.5)] * 2
-
-
-@pytest.mark.parametrize("communicates", [False, True])
-def test_gradients_wait_for_the_end_of_a_backward_in_which_a_module_communicates(
-    communicates: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overlaps: list[bool] = []
-    reducer = gradients.GradientReducer
-
-    def made(*args: object, overlap: bool, **options: object) -> gradients.GradientReducer:
-        overlaps.append(overlap)
-        return reducer(*args, overlap=overlap, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("unitrain.training.loop.averaging.GradientReducer", made)
-    rank = pretended_rank(0, 2)
-    backend = rank.communicator.collectives._backend
-    passes: list[ModulePass] = []
-    averaging = GradientAveraging(rank.communicator, backend, rank.config, passes)
-    passes.append(added := ModulePass())  # by a feature, later
-    added.communicates = communicates
-    averaging.finishers([Parameter(torch.ones(1))])
-    assert overlaps == [not communicates]
-    averaging.close()

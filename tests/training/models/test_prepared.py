@@ -24,21 +24,6 @@ class Wrapper(nn.Module):
         self.module = module
 
 
-def test_a_module_is_found_behind_wrappers_in_any_order() -> None:
-    prepared = PreparedModules((1, 1))
-    module = nn.Linear(2, 2)
-    compiled: Any = torch.compile(module, backend="eager")
-    wrapper = Wrapper(compiled)
-    prepared.add(wrapper, compiled)
-    outermost: Any = torch.compile(wrapper, backend="eager")
-    assert prepared.unwrap(outermost) is module
-    assert prepared.unwrap(compiled) is prepared.unwrap(module) is module
-    assert wrapper in prepared
-    assert compiled in prepared
-    assert nn.Linear(2, 2) not in prepared
-    assert list(prepared) == [wrapper]
-
-
 def test_parameters_have_the_names_of_the_user_s_module() -> None:
     prepared = PreparedModules((1, 1))
     module = nn.Linear(2, 2)
@@ -49,15 +34,6 @@ def test_parameters_have_the_names_of_the_user_s_module() -> None:
     other = nn.Parameter(torch.ones(3))
     assert not prepared.has(other)
     assert prepared.name(other) == "an unprepared parameter of shape (3,)"
-
-
-def test_parameters_of_no_prepared_module_are_refused() -> None:
-    weights = [nn.Parameter(torch.ones(size)) for size in (1, 2)]
-    with pytest.raises(
-        UsageError,
-        match=r"2 parameters of the optimizer belong to no prepared module \(shapes \(1,\), \(2,\), \.\.\.\)",
-    ):
-        PreparedModules((1, 1)).check(weights)
 
 
 def test_released_wrappers_go_with_their_last_user() -> None:
