@@ -149,6 +149,22 @@ def complex_weights(world: World) -> None:
 
 
 @duty()
+def gradients_in_a_step_hook(world: World) -> None:
+    """An optimizer's step pre-hook gets the averaged gradients, and may change them."""
+
+    def sign(optimizer: Optimizer, *_: Any) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad.sign_()
+
+    with world.open() as strategy:
+        twins = Twins(strategy)
+        for optimizer in (twins.optimizer, twins.by_hand):
+            optimizer.register_step_pre_hook(sign)
+        twins.train(steps=1)
+        twins.assert_same()
+
+
+@duty()
 def optimizers_that_come_and_change(world: World) -> None:
     """Optimizers may be created after prepare, get new groups, get unfrozen layers, and be replaced by others."""
     with world.open() as strategy:
