@@ -83,6 +83,8 @@ ONE, FORKED, FORKED_HOROVOD = World("forked", "auto"), World("forked", "ddp"), W
 PLAIN, TORCHRUN = World("plain", "ddp"), World("torchrun", "ddp")
 MPIRUN, HOROVODRUN = World("mpirun", "horovod"), World("horovodrun", "horovod")
 MPIRUN_DDP = World("mpirun", "ddp")
+EVERY = (PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN)
+"""Launchers that start real processes, with their backends."""
 
 
 def worlds(*quick: World, later: Sequence[World] = (), soak: Sequence[World] = ()) -> pytest.MarkDecorator:
@@ -117,6 +119,11 @@ class End:
     """Seconds from the fault to the end of the job."""
     world: World
     fault: str
+
+    def assert_failed_within(self, seconds: float) -> None:
+        """Assert that the job failed, soon after the fault."""
+        assert self.job.code != 0
+        assert self.seconds < seconds
 
     def said(self, rank: int) -> str:
         """Return the one line that a surviving rank prints."""

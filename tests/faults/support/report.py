@@ -16,11 +16,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-KILLS = (
-    "Ranks were also killed at random moments during start-up, steps and saves, and the job was restarted until it was "
-    "done: {}. Each sample was used once, and the losses equalled a run without faults, to 1e-9."
-)
-
 SURVIVED = (
     "In jobs with a copy in memory after each step and no other checkpoint, {} ranks were killed under {}, at the "
     "start, in loading, forward, backward, averaging, optimizer and evaluation, and between epochs. Every job finished "
@@ -61,8 +56,6 @@ def table(ends: list[dict[str, Any]]) -> str:
 
 def main(file: Path) -> None:
     ends = [json.loads(line) for line in file.read_text().splitlines()]
-    kills = [f"{end['kills']} times under {end['world']}" for end in ends if "kills" in end]
-    print(f"{fill(KILLS.format(', '.join(kills)), 120, break_on_hyphens=False)}\n")
     print(f"{survived(ends)}\n")
     walks = {end["walk"]: end["starts"] for end in ends if "walk" in end}
     print(f"{fill(WALKS.format(sum(walks.values()), len(walks)), 120, break_on_hyphens=False)}\n")

@@ -47,23 +47,6 @@ def test_steps_of_an_allocation_do_not_meet(cluster: Slurm, tmp_path: Path, alon
     assert "they ran at once" in done.stdout
 
 
-def test_a_step_with_the_address_of_another_is_refused(cluster: Slurm, tmp_path: Path, alone: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    script = f"""
-        export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000))
-        srun --exact -n 2 {training(first)} &
-        until ls {first}/*.notes; do jobs -r | grep -q srun || exit; sleep 0.2; done 2> /dev/null
-        srun --exact -n 2 {training(second)}; echo "the second ended with $?"
-        wait %1
-    """
-    done = allocated(cluster, script, "-N", "1", "-n", "4", pause_s=0.2)
-    assert done.returncode == 0, done.stderr
-    assert "the second ended with 2" in done.stdout
-    [said] = re.findall(r"^unitrain: error: (.*)", done.stderr, re.MULTILINE)
-    assert re.match(r"the rendezvous address of srun is \S+, but port \d+ is in use", said)
-    assert_same_training(first, alone)
-
-
 def test_steps_of_a_job_that_is_requeued_are_all_saved(cluster: Slurm, tmp_path: Path, alone: Path) -> None:
     """The step that is first to have saved requeues the job, whereupon SLURM sends the others a SIGTERM."""
     quick, slow = tmp_path / "quick", tmp_path / "slow"
@@ -113,13 +96,3 @@ def test_a_heterogeneous_job_is_requeued_as_a_whole(cluster: Slurm, tmp_path: Pa
     job.ends_well(alone)
     assert job.sizes == [3, 3]
     assert f"SLURM has requeued job {job.number}." in job.said
-
-
-def test_where_rank_0_is_must_be_known(cluster: Slurm, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text(f"{NODES[1]}\n{NODES[0]}\n")
-    done = subprocess.run(
-        ["srun", "-n", "2", "-m", "arbitrary", *training(tmp_path / "a").split()],
-        env={**environ(cluster), "SLURM_HOSTFILE": str(tmp_path / "hosts")}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert len(re.findall("arbitrary, SLURM does not say on which host .* Set MASTER_ADDR to the", done.stderr)) == 1
