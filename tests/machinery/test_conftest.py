@@ -54,19 +54,9 @@ def test_leaks_fail_the_test_that_left_them(suite: pytest.Pytester) -> None:
 
 @pytest.mark.parametrize(("marks", "hidden"), [("", True), ("not gpu", True), ("gpu or fast", False)])
 def test_gpus_are_hidden_unless_asked_for(suite: pytest.Pytester, marks: str, hidden: bool) -> None:
-    suite.makepyfile(
-        """
-        import os
-        import pytest
-
-        @pytest.mark.fast
-        def test_seen():
-            print("hidden:", os.environ.get("CUDA_VISIBLE_DEVICES") == "")
-        """
-    )
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-    result = suite.runpytest_inprocess("-s", "-W", "ignore", "-m", marks)
-    result.stdout.fnmatch_lines([f"*hidden: {hidden}*"])
+    suite.runpytest_inprocess("-W", "ignore", "-m", marks)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "0")
 
 
 def test_state_is_restored(suite: pytest.Pytester) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 pytestmark = [pytest.mark.check, pytest.mark.usefixtures("forked")]
@@ -56,16 +55,3 @@ def test_a_program_ends_as_it_would_end(code: str, returncode: int, said: str) -
     assert done.returncode == returncode
     assert said in " ".join((done.stdout + done.stderr).split(" ")).replace("  ", "")
     assert "serving" not in done.stderr
-
-
-def test_a_signal_is_passed_on_and_a_kill_ends_the_fork() -> None:
-    code = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: print('got it', flush=True))"
-    code += "; print(os.getpid(), flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        fork = psutil.Process(int(process.stdout.readline()))
-        process.terminate()
-        assert process.stdout.readline() == "got it\n"
-        assert fork.is_running()
-        process.kill()
-        fork.wait(20)
