@@ -64,7 +64,7 @@ def test_on_another_number_of_ranks(world: World, kills: Kills, alone: Path) -> 
 
 @worlds(soak=EVERY)
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", ["raise", "segfault", "stop"])  # test_kills.py kills
+@pytest.mark.parametrize("kind", ["kill", "raise", "segfault", "stop"])
 def test_any_failure_of_any_rank(world: World, ranks: int, kind: str, tmp_path: Path, alone: Path) -> None:
     drawn = random.Random(f"{world} {ranks} {kind}")
     rank, step = drawn.randrange(ranks), drawn.choice([7, 8, 9, 12, 13, 14])
