@@ -54,11 +54,11 @@ def test_leaving_while_the_others_wait_for_it_to_join(world: World, tmp_path: Pa
         assert re.match(r"rank 1 has ended before it joined the job", end.said(0))
 
 
-@worlds(soak=[FORKED, *EVERY])
+@worlds(FORKED, soak=EVERY)
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("thread", "threads that are not daemons: uploader"),
+        pytest.param("thread", "threads that are not daemons: uploader", marks=pytest.mark.soak),
         ("exit-handler", "an exit handler, or the reader of its"),
     ],
 )

@@ -61,7 +61,6 @@ BY_MPI = pytest.param("horovodrun", marks=LATER)
 MORE = ["torch.distributed.launch", "torchrun 3", "horovodrun gloo 3"]
 UNSEEN = {"mpirun": "single", "torchrun": "horovod"}  # backends that would not see the launcher's world
 FLOAT64 = "--max-steps 8 --batch-size 50 --strategy.precision fp64 --strategy.sync-batchnorm true"
-FLOAT32 = "--max-steps 12 --lr 0.01 --lr-schedule constant --warmup-epochs 0 --strategy.sync-batchnorm true"
 
 
 def trainings(start: Start, flags: str) -> dict[str, str]:
@@ -165,26 +164,11 @@ def test_training_is_the_same_in_float64(launchers: Launchers, name: str, backen
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", [*QUICK, "horovodrun"])
-def test_training_is_the_same_in_float32(launchers: Launchers, name: str) -> None:
-    alone, launched = (launchers.train(one, trainings(STARTS[one], FLOAT32)) for one in ("python", name))
-    assert launched.job.code == 0, launched.job.output
-    for backend in STARTS[name].backends:
-        assert_as_alone(launched, name, backend, alone, rel=1e-4)
-
-
-@pytest.mark.soak
 @pytest.mark.timeout(600)  # eight times torch and scikit-learn are imported on these cores
 def test_eight_processes_on_few_cores(launchers: Launchers) -> None:
     launched = launchers.train("horovodrun 8", {"horovod": "--max-steps 5"}, deadline=550)
     assert launched.job.code == 0, launched.job.output
     assert launched.metrics("horovod")[-1]["step"] == 5
-
-
-@pytest.mark.all("trains for seconds")
-@pytest.mark.usefixtures("forked")
-def test_defaults_learn_the_digits_in_a_quarter_of_their_epochs(launchers: Launchers) -> None:
-    assert launchers.train("torchrun", {"defaults": "--epochs 5"}).metrics("defaults")[-1]["val_accuracy"] >= 0.95
 
 
 @pytest.mark.soak

@@ -160,18 +160,6 @@ def test_srun_on_two_nodes(script: list[str], slurm: Slurm) -> None:
     assert_met(run([*slurm.srun, "-N", "2", "-n", "3", *script], slurm.env), "tcp", 3)
 
 
-@pytest.mark.launcher
-def test_set_by_hand(script: list[str], free_port: int) -> None:
-    command = forked_python.command(*script[1:])
-    ranks = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        env = {**os.environ, **place, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
-    assert said == ["rank 0 met 2 by tcp\n", "rank 1 met 2 by tcp\n"]
-
-
 KEY_VALUE_SERVER = """
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 server = RendezvousHTTPServer(("10.99.0.1", 10000), RendezvousHandler, 0)
@@ -425,6 +413,15 @@ def test_first_address_that_can_be_reached(free_port: int) -> None:
         assert connection.getpeername() == server.getsockname()
     with pytest.raises(CommunicationError, match=rf"tried nowhere\.invalid, 127\.0\.0\.1, port {free_port}"):
         reach(["nowhere.invalid", "127.0.0.1"], free_port)
+
+
+def test_a_rank_that_comes_twice_is_named_at_once(free_port: int) -> None:
+    """Rank 2 is missing, and nobody waits for it."""
+    launch = replace(rank_0_of_2(f"127.0.0.1:{free_port}"), world_size=3)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(rendezvous, replace(launch, rank=rank), 30.0) for rank in (0, 1, 1)]
+        error = waiting[0].exception(20.0)
+    assert f"two processes have come to 127.0.0.1:{free_port} as rank 1 of 3: give every" in str(error)
 
 
 @pytest.mark.parametrize("all_come", [True, False])

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_device import NEEDS_COMPILER, run, sim
-from torch.nn import functional
 
 from unitrain.launch.detect import detect
 
@@ -90,50 +89,6 @@ def overlaps(folder: Path) -> None:
 
 def test_work_that_is_not_waited_for_has_the_numbers_of_before(tmp_path: Path) -> None:
     run(overlaps, tmp_path, nprocs=2)
-
-
-def in_another_order(folder: Path) -> None:
-    """Communicate in two groups: one rank's host waits for what the other rank begins second."""
-    rank = begin(folder)
-    second: Any = dist.new_group()
-    gathered, total = torch.empty(4, device="sim"), torch.ones(1, device="sim")
-
-    def gather() -> Any:
-        return dist.all_gather_single(gathered, torch.ones(2, device="sim"), async_op=True)  # frees what it sends
-
-    first = gather() if rank == 0 else None
-    total = total + rank
-    dist.all_reduce(total, group=second)
-    assert total.tolist() == [3]
-    (first or gather()).wait()
-    assert gathered.tolist() == [1] * 4
-    dist.destroy_process_group()
-
-
-def test_groups_do_not_wait_for_one_another(tmp_path: Path) -> None:
-    run(in_another_order, tmp_path, nprocs=2)
-
-
-def fails_before(folder: Path) -> None:
-    rank = begin(folder)
-    value = torch.ones(1, device="sim")
-    if rank == 0:
-        functional.embedding(torch.tensor([7], device="sim"), torch.ones(2, 2, device="sim"))
-    work = dist.all_reduce(value, async_op=True)
-    assert work is not None
-    if rank == 1:
-        work.wait()
-        assert value.tolist() == [2]
-        (folder / "received").touch()
-        return
-    while not (folder / "received").exists():
-        time.sleep(0.01)
-    with pytest.raises(IndexError):
-        sim.synchronize()
-
-
-def test_an_error_before_a_collective_is_raised_by_the_scripts_wait_and_keeps_no_rank_waiting(tmp_path: Path) -> None:
-    run(fails_before, tmp_path, nprocs=2)
 
 
 def hangs(folder: Path) -> Any:
