@@ -134,14 +134,6 @@ def test_a_recipe_is_compared_by_its_metrics(
     assert "train_loss deviates by 1.0e-03" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.usefixtures("forked")
-def test_an_unknown_backend_is_one_message() -> None:
-    done = run_verify("--backend", "horovid")
-    assert done.returncode == 2
-    assert "Did you mean 'horovod'?" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_what_a_backend_refuses_is_left_out() -> None:
     world = World("torchrun", 2, "ddp")
     assert works(world, "cpu", {"accumulate": 2})

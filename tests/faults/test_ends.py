@@ -118,14 +118,3 @@ def test_a_collective_that_only_one_calls(world: World, call: str, tmp_path: Pat
     at = r"after step 7, for \d+ s, at \S+program\.py:\d+"
     said = rf"rank 0 on \S+ \(pid \d+\) is in \S*{call} {at}, and rank 1 is in step {at}: all ranks must make the same"
     assert re.search(said, end.job.output), end.job.output
-
-
-@worlds(soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
-def test_a_collective_that_only_one_calls_is_named_at_once_with_debug(world: World, tmp_path: Path) -> None:
-    end = run(world, tmp_path, fault="barrier:1:7", environ={"UNITRAIN_DEBUG": "true"})
-    end.assert_failed_within(SLACK_S)
-    for call in (
-        r"rank 0(?: on \S+ \(pid \d+\))? called backward for",
-        r"rank 1(?: on \S+ \(pid \d+\))? called barrier",
-    ):
-        assert re.search(rf"{call}\S* (?:optimizer 0 )?at \S+program\.py:\d+", end.said(0)), end.job.output

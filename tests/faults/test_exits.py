@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from free_ports import free_port
 from harness import (
     EVERY,
     FORKED,
@@ -93,15 +91,6 @@ def test_a_clock_that_is_set_disturbs_nothing(world: World, tmp_path: Path) -> N
     assert "stopped because" not in end.job.output
 
 
-@worlds(soak=EVERY)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_unitrain_run_is_killed(world: World, number: signal.Signals, tmp_path: Path) -> None:
-    """The job's ranks save, and then nothing is left of it."""
-    end = run(world, tmp_path, pause=0.2, under=UNITRAIN_RUN, meanwhile=when_step(tmp_path, 3, _killing(number)))
-    assert end.job.code != 0
-    assert any((tmp_path / "checkpoints").iterdir())
-
-
 def _killing(number: int) -> Callable[[subprocess.Popen[bytes]], None]:
     """Return a function that kills a run, and waits for its supervisor, which gives the ranks time to save."""
 
@@ -111,19 +100,6 @@ def _killing(number: int) -> Callable[[subprocess.Popen[bytes]], None]:
         supervisor.wait(HANGUP_S + SLACK_S)
 
     return kill
-
-
-MPICH = pytest.mark.skipif(
-    shutil.which("mpiexec.mpich") is None, reason="MPICH is not installed: apt-get install mpich"
-)
-
-
-@MPICH
-@worlds(soak=[World("mpich", "auto")])
-def test_another_mpi_is_not_needed_with_an_address(world: World, tmp_path: Path) -> None:
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    end = run(world, tmp_path, steps=STEPS, environ=master)
-    assert end.job.code == 0, end.job.output
 
 
 # ------------------------------------------------------------------------------------------------------ again and again

@@ -163,19 +163,6 @@ def test_a_failing_rank_says_so_and_waits_for_nobody(tmp_path: Path) -> None:
     assert ends[1].err.count("Traceback") == 1
 
 
-def test_the_others_end_too_where_no_launcher_ends_them(tmp_path: Path) -> None:
-    script = """
-        strategy = unitrain.init(backend="ddp")
-        if strategy.rank == 1:
-            raise RuntimeError("the disk is on fire")
-        strategy.barrier()
-    """
-    ends = run(tmp_path, script, world_size=2)
-    assert [end.code for end in ends] == [1, 1]
-    cause = r"rank 1 on \S+ \(pid \d+\): RuntimeError: the disk is on fire"
-    assert re.fullmatch(rf"unitrain: rank 0 on \S+ \(pid \d+\): stopped because {cause}\n", ends[0].err)
-
-
 def test_a_failing_rank_keeps_its_verdict_when_rank_0_has_ended(tmp_path: Path) -> None:
     script = """
         import time, psutil, unitrain.job.job

@@ -25,7 +25,6 @@ import unitrain
 from unitrain import BackendError, ConfigError, Launch, LaunchError, Strategy, StrategyConfig, UsageError
 from unitrain.communication.backend import Backend, load_backend
 from unitrain.config import Precision
-from unitrain.device import pick_device
 from unitrain.initialize import advice, choose_backend, default_threads
 from unitrain.launch.detect import detect
 
@@ -104,15 +103,6 @@ def test_alone_on_a_cpu() -> None:
     assert (strategy.launch.local_rank, strategy.launch.local_world_size, strategy._job.node_rank) == (0, 1, 0)
     assert (strategy.device, strategy.devices) == (torch.device("cpu"), (torch.device("cpu"),))
     assert strategy.config.backend == "single"
-
-
-def _places() -> tuple[Any, ...]:
-    with unitrain.init() as strategy:
-        return strategy.config.backend, strategy.rank, strategy.world_size, strategy.launch.local_rank, strategy.is_main
-
-
-def test_auto_on_several_ranks() -> None:
-    assert run_ranks(_places, nprocs=3) == [("ddp", rank, 3, rank, rank == 0) for rank in range(3)]
 
 
 # --------------------------------------------------------------------------------- the world that would be seen
@@ -197,12 +187,6 @@ def test_a_refused_init_leaves_the_way_free() -> None:
     unitrain.init(backend="single")
 
 
-def test_config_and_keywords() -> None:
-    config = StrategyConfig(backend="single", accumulate=3, seed=5)
-    strategy = unitrain.init(config, accumulate=4)
-    assert (strategy.config.accumulate, strategy.config.seed) == (4, 5)
-
-
 # ----------------------------------------------------------------------------------------- what can't be honoured
 
 
@@ -260,11 +244,6 @@ def test_a_static_graph_and_accumulation_exclude_each_other_under_ddp_alone() ->
         unitrain.init(backend="ddp", **settings)
     with pytest.warns(UserWarning, match=r"^these settings have no effect with backend 'single': ddp\.$"):
         unitrain.init(backend="single", **settings)
-
-
-def test_auto_device_is_the_cpu_where_there_is_no_gpu() -> None:
-    assert pick_device("cpu", Launch("python")) == torch.device("cpu")
-    assert pick_device("auto", Launch("python")).type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(

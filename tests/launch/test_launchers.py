@@ -52,7 +52,6 @@ STARTS = {
     "srun": Start(("srun", "-n", "2", PYTHON), "srun", 2, ("ddp",)),
     "torchrun 3": Start((*TORCHRUN, "3"), "torchrun", 3, ("ddp",)),
     "horovodrun gloo 3": Start(("horovodrun", "--gloo", "-np", "3", PYTHON), "horovodrun", 3, ("horovod",)),
-    "horovodrun 8": Start(("horovodrun", "-np", "8", PYTHON), "mpirun", 8, ("horovod",)),
 }
 QUICK = ["torchrun", "mpirun", "horovodrun gloo", "srun"]
 # Has Horovod start MPI, and that can be done once, so it is not made to fail.
@@ -161,14 +160,6 @@ def assert_as_alone(launched: Launched, name: str, backend: str, alone: Launched
 )
 def test_training_is_the_same_in_float64(launchers: Launchers, name: str, backend: str) -> None:
     assert_as_alone(launchers.with_cases(name), name, backend, launchers.with_cases("python"), rel=1e-9)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)  # eight times torch and scikit-learn are imported on these cores
-def test_eight_processes_on_few_cores(launchers: Launchers) -> None:
-    launched = launchers.train("horovodrun 8", {"horovod": "--max-steps 5"}, deadline=550)
-    assert launched.job.code == 0, launched.job.output
-    assert launched.metrics("horovod")[-1]["step"] == 5
 
 
 @pytest.mark.soak

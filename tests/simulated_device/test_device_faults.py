@@ -63,19 +63,6 @@ def test_a_rank_that_joins_no_collective_ends_the_job_though_the_others_devices_
     assert "watchdog" not in output, "the job's watch reports the reason before the library's watchdog aborts"
 
 
-def raises() -> None:
-    def fault() -> None:
-        raise ZeroDivisionError
-
-    with open_strategy(60) as strategy:
-        train(strategy, fault=fault)
-
-
-def test_an_exception_ends_the_ranks_whose_devices_wait() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run(raises, nprocs=2, timeout=100)
-
-
 def stops(folder: Path) -> None:
     with open_strategy(60) as strategy:
         train(strategy, folder, fault=lambda: os.kill(os.getpid(), signal.SIGTERM))

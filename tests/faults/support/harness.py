@@ -61,7 +61,6 @@ class World:
             "plain": [sys.executable, str(BY_HAND), str(free_port()), count, sys.executable],
             "torchrun": ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count],
             "mpirun": ["mpirun", "--oversubscribe", "-np", count, sys.executable],
-            "mpich": ["mpiexec.mpich", "-n", count, sys.executable],
             "horovodrun": ["horovodrun", "--gloo", "-np", count, sys.executable],
             "srun": ["srun", "-n", count, sys.executable],
         }

@@ -44,14 +44,6 @@ def script(tmp_path: Path) -> list[str]:
     return forked_python.command(str(tmp_path / "script.py"), str(tmp_path / "out"))
 
 
-@pytest.mark.all("two interpreters; the test of a mistake starts them, too")
-def test_spawn_raises_what_a_rank_raised(script: list[str]) -> None:
-    run = subprocess.run([*script, "raise"], timeout=60, capture_output=True, text=True)
-    assert run.returncode == 1
-    assert "rank 1: Traceback" in run.stderr
-    assert run.stderr.endswith("ValueError: on purpose\n")
-
-
 def test_spawn_tells_of_a_mistake_without_frames_of_the_library(script: list[str]) -> None:
     run = subprocess.run([*script, "mistake"], timeout=60, capture_output=True, text=True)
     assert run.returncode == 1
