@@ -22,8 +22,8 @@ from ranks import run_ranks
 from torch import nn
 
 import unitrain
-from unitrain import BackendError, ConfigError, Launch, LaunchError, Strategy, StrategyConfig, UsageError
-from unitrain.communication.backend import Backend, load_backend
+from unitrain import BackendError, ConfigError, Launch, LaunchError, StrategyConfig, UsageError
+from unitrain.communication.backend import load_backend
 from unitrain.config import Precision
 from unitrain.initialize import advice, choose_backend, default_threads
 from unitrain.launch.detect import detect
@@ -124,30 +124,6 @@ def test_n_copies_of_a_job_are_refused(environment: Any, name: str, backend: str
     assert f"{launch.world_size} copies of one job" in said
     assert f"Use backend auto (here: {choose_backend(launch, StrategyConfig())})" in said
     assert launch.evidence[0] in said
-
-
-class Elsewhere(Backend):
-    """A library that sees another world than the launcher made."""
-
-    name = "elsewhere"
-    ended = False
-
-    def start(self) -> tuple[int, int]:
-        return 1, 3
-
-    def close(self, *, failed: bool) -> None:
-        Elsewhere.ended = True
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Any:
-        raise AssertionError
-
-    all_gather = broadcast = all_reduce  # type: ignore[assignment]
-
-
-def test_a_library_that_sees_another_world_is_ended_and_refused() -> None:
-    with pytest.raises(LaunchError, match=r"this process is rank 0 of 1, but backend 'elsewhere' returned rank 1 of 3"):
-        Strategy(Elsewhere, StrategyConfig(device="cpu"), Launch("python"))
-    assert Elsewhere.ended
 
 
 def _adopt(close_twice: bool) -> tuple[str, str, int, float, bool]:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from on_device import NEEDS_COMPILER, run, sim
@@ -19,7 +15,7 @@ from unitrain.launch.detect import detect
 pytestmark = NEEDS_COMPILER
 
 
-def begin(folder: Path, timeout: float = 30) -> int:
+def begin(folder: Path) -> int:
     rank = detect(os.environ).rank
     sim.set_device(rank)
     dist.init_process_group(
@@ -27,7 +23,7 @@ def begin(folder: Path, timeout: float = 30) -> int:
         store=dist.FileStore(str(folder / "store"), 2),
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=30),
         device_id=torch.device("sim", rank),
     )
     return rank
@@ -89,41 +85,3 @@ def overlaps(folder: Path) -> None:
 
 def test_work_that_is_not_waited_for_has_the_numbers_of_before(tmp_path: Path) -> None:
     run(overlaps, tmp_path, nprocs=2)
-
-
-def hangs(folder: Path) -> Any:
-    rank = begin(folder)
-    value = torch.ones(1, device="sim")
-    second: Any = dist.new_group()
-    assert isinstance(second, dist.ProcessGroup)
-    if rank == 1:
-        sim.synchronize()
-        (folder / "ready").touch()
-        while not (folder / "released").exists():  # takes no part
-            time.sleep(0.01)
-        return None
-    work = dist.all_reduce(value, async_op=True)
-    assert work is not None
-    work.wait()  # the host goes on
-    dist.all_reduce(value, group=second)
-    computed = value + 1
-    waiter = threading.Thread(target=sim.synchronize)
-    waiter.start()
-    waiter.join(0.3)
-    assert waiter.is_alive(), "the collective is on the device"
-    assert not sim.current_stream().query()
-    group = dist.group.WORLD
-    assert group is not None
-    second.abort()  # whose collective is behind one that goes on
-    assert waiter.is_alive()
-    group.abort()
-    waiter.join(10)
-    assert not waiter.is_alive()
-    with pytest.raises(dist.DistBackendError, match="aborted"):
-        dist.all_reduce(value)
-    (folder / "released").touch()
-    return computed.isnan().all().item()
-
-
-def test_a_collective_that_a_rank_does_not_join_stays_on_the_device_until_it_is_aborted(tmp_path: Path) -> None:
-    assert run(hangs, tmp_path, nprocs=2)[0] is True

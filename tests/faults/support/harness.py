@@ -193,10 +193,8 @@ def run(
     left = [*job.left, *forked_python.end_left()]
     assert not left, f"it left processes: {left}\n{job.output}"
     happened = (folder / "fault").read_text() if (folder / "fault").exists() else ""
-    what = "signals from outside" if fault.startswith("none") else fault
-    if "UNITRAIN_DEBUG" in (environ or {}):
-        what += " with debug"
-    end = End(job, job.ended - float(happened) if happened else 0.0, world, what)
+    seconds = job.ended - float(happened) if happened else 0.0
+    end = End(job, seconds, world, "signals from outside" if fault.startswith("none") else fault)
     if happened:
         end.note()
     return end
