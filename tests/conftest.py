@@ -1,6 +1,6 @@
 """Fixtures and hooks for all tests: GPUs are hidden from tests without the mark ``gpu``, and tests must clean up.
 
-Skipped tests are listed at the end of the output. How workers share the tests is in ``sharing.py``.
+How workers share the tests is in ``sharing.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hypothesis import HealthCheck, settings
 from unitrain import Strategy, initialize
 from unitrain.features.memory_copies.memory_store import folder_of
 
-pytest_plugins = ["pytester", "cpu_seconds", "s3_server", "sharing", "slurm", "harness", "lives"]
+pytest_plugins = ["pytester", "cpu_seconds", "s3_server", "sharing", "slurm", "harness"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
 for _profile, _examples in (("unitrain", 25), ("soak", 400)):
@@ -205,33 +205,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 # ---------------------------------------------------------------------------------------------- what was skipped
 
 
-def _skips(reports: list[pytest.TestReport]) -> dict[str, list[str]]:
-    """Return the skipped tests by the reason for it."""
-    by_reason: dict[str, list[str]] = {}
-    for report in reports:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        by_reason.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
-    return by_reason
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail continuous integration if tests are skipped for lack of something that it must have."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not os.environ.get("CI") or session.exitstatus != pytest.ExitCode.OK:
         return
-    if any(_REQUIRED.search(reason) for reason in _skips(reporter.stats.get("skipped", []))):
+    reasons = (report.longrepr[2] for report in reporter.stats.get("skipped", []))
+    if any(map(_REQUIRED.search, reasons)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the skipped tests, and why, before the last line."""
-    skips = _skips(terminalreporter.stats.get("skipped", []))
-    if not skips:
-        return
-    terminalreporter.section("NOT TESTED HERE", sep="!", yellow=True, bold=True)
-    for reason, tests in sorted(skips.items()):
-        lacking = " (an error where CI is set)" if os.environ.get("CI") and _REQUIRED.search(reason) else ""
-        terminalreporter.line(f"{len(tests)} skipped: {reason}{lacking}", yellow=True)
-        for test in tests:
-            terminalreporter.line(f"    {test}")

@@ -66,18 +66,6 @@ def test_a_plugin_is_judged_from_outside_under_its_own_settings(installed: str, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["conftest.py", "pytest.ini"]
 
 
-@pytest.mark.all("interpreters; test_settings.py has settings of plug-ins")
-@pytest.mark.xdist_group("installed_plugin")
-def test_a_setting_of_a_plugin_is_checked_as_any_other(installed: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import unitrain\nprint(unitrain.init(backend='store', device='cpu').config.store.level)\n")
-    ours = run(str(script), path=installed, folder=tmp_path, UNITRAIN_STORE__LEVEL="7")
-    assert (ours.stdout, ours.returncode) == ("7\n", 0), ours.stderr
-    wrong = run(str(script), path=installed, folder=tmp_path, UNITRAIN_STORE__LEVEL="10")
-    assert wrong.returncode == 2
-    assert "UNITRAIN_STORE__LEVEL is '10', but must be" in wrong.stderr
-
-
 def test_a_wrong_backend_fails_with_its_mistake_in_the_text(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,13 +91,6 @@ def test_the_plugin_of_the_page_does_every_duty_and_trains_as_the_plain_loop(ins
     assert re.search(r"store-x3: (\d+) of \1 duties passed", contract.stdout)
     verified = run(*UNITRAIN, "verify", "--backend", "store", path=installed, folder=tmp_path)
     assert verified.returncode == 0, verified.stdout + verified.stderr
-
-
-def test_an_unknown_backend_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conform", "--backend", "horovid"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("unitrain conform: backend 'horovid' is not installed. Did you mean 'horovod'?")
-    assert said.count("\n") == 1
 
 
 def test_without_pytest_it_says_what_to_install(

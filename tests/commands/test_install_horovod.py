@@ -12,82 +12,82 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from bare_environment import BareEnvironment
 from needs import HOROVOD
 from packaging.version import Version
 
+from unitrain.commands.cli import main
 from unitrain.commands.horovod import check as horovod_check
 from unitrain.commands.horovod import install
 from unitrain.commands.horovod.build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
 from unitrain.commands.horovod.check import check_allreduce, find_horovod
 from unitrain.commands.horovod.install import cache_folder, install_horovod, wheel_version
 from unitrain.errors import BackendError
+from unitrain.launch.local import toolchain
 from unitrain.launch.local.toolchain import Mpi, find_mpi
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", Path("/opt/mpi/bin/mpirun"), Path("/opt/mpi/bin/mpicxx"))
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> BareEnvironment:
-    return BareEnvironment.make(tmp_path)
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The one folder whose programs are found. The cache is empty."""
+    monkeypatch.setattr(toolchain, "search_path", lambda: str(tmp_path / "programs"))
+    monkeypatch.setenv("UNITRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    (tmp_path / "programs").mkdir()
+    return tmp_path / "programs"
+
+
+def add(programs: Path, name: str, script: str = "") -> Path:
+    (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+    (programs / name).chmod(0o755)
+    return programs / name
 
 
 # What is missing is said, all at once and before anything is fetched or built.
 
 
-@pytest.mark.all("an interpreter")
-def test_without_tools_and_mpi_all_of_them_are_named_with_the_command_that_adds_them(bare: BareEnvironment) -> None:
-    done = bare.run("install-horovod")
-    assert done.returncode == 1
-    assert "no C++ compiler was found (c++, g++, clang++): apt-get install g++" in done.stderr
-    assert "make was not found: apt-get install make" in done.stderr
-    assert "CMake was not found: pip install cmake" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(bare.folder.glob("cache/horovod/*/*.log"))
-    assert "gloo controller only, since no mpirun was found" in done.stdout
-    assert "pip install 'unitrain[mpi]'" in done.stdout
+def test_without_tools_and_mpi_all_of_them_are_named_with_the_command_that_adds_them(
+    programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["install-horovod"]) == 1
+    out, err = capsys.readouterr()
+    assert "no C++ compiler was found (c++, g++, clang++): apt-get install g++" in err
+    assert "make was not found: apt-get install make" in err
+    assert "CMake was not found: pip install cmake" in err
+    assert not list(programs.parent.glob("cache/horovod/*/*.log"))
+    assert "gloo controller only, since no mpirun was found" in out
+    assert "pip install 'unitrain[mpi]'" in out
 
 
-@pytest.mark.soak
-def test_only_what_is_missing_is_named(bare: BareEnvironment) -> None:
-    bare.allow("make", "c++")
-    said = bare.run("install-horovod").stderr
+def test_only_what_is_missing_is_named(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(programs, "make")
+    add(programs, "c++")
+    mpirun = add(programs, "mpirun", "echo 'mpirun (Open MPI) 4.1.8'")
+    assert main(["install-horovod"]) == 1
+    said = capsys.readouterr().err
     assert "CMake was not found" in said
-    assert "compiler" not in said
+    assert "compiler was" not in said
     assert "make was not found" not in said
+    assert f"Open MPI 4.1.8 is installed ({mpirun}), but its mpicxx is missing" in said
+    assert "apt-get install libopenmpi-dev" in said
+    assert main(["install-horovod", "--without-mpi"]) == 1
+    assert "mpicxx" not in capsys.readouterr().err
 
 
-@pytest.mark.all("two interpreters")
-def test_a_launcher_without_its_compiler_wrapper_is_refused(bare: BareEnvironment) -> None:
-    mpirun = bare.add("mpirun", "echo 'mpirun (Open MPI) 4.1.8'")
-    done = bare.run("install-horovod")
-    assert f"Open MPI 4.1.8 is installed ({mpirun}), but its mpicxx is missing" in done.stderr
-    assert "apt-get install libopenmpi-dev" in done.stderr
-    assert "CMake was not found" in done.stderr
-    assert "mpicxx" not in bare.run("install-horovod", "--without-mpi").stderr
-
-
-@pytest.mark.soak
-def test_an_mpirun_that_starts_nothing_is_refused_in_its_own_words(bare: BareEnvironment) -> None:
+def test_an_mpirun_that_starts_nothing_is_refused_in_its_own_words(programs: Path) -> None:
     script = "[ $1 = --version ] && echo 'mpirun (Open MPI) 4.1.8' || { echo plm_rsh_agent: ssh not found; exit 1; }"
-    mpirun = bare.add("mpirun", script)
-    done = bare.run("install-horovod")
-    assert f"Open MPI 4.1.8 ({mpirun}) can't start a process: plm_rsh_agent: ssh not found" in done.stderr
-    assert "apt-get install openssh-client" in done.stderr
+    mpirun = add(programs, "mpirun", script)
+    with pytest.raises(BackendError) as caught:
+        check_tools(find_mpi(), None)
+    assert f"Open MPI 4.1.8 ({mpirun}) can't start a process: plm_rsh_agent: ssh not found" in str(caught.value)
+    assert "apt-get install openssh-client" in str(caught.value)
 
 
-@pytest.mark.soak
-def test_an_environment_without_pip_is_told_how_to_get_it(tmp_path: Path) -> None:
-    program = (
-        "import sys, importlib.util as u; find = u.find_spec\n"
-        "import unitrain.commands.horovod.install as i\n"
-        "i.find_spec = lambda name: None if name == 'pip' else find(name)\n"
-        "from unitrain.commands.cli import main; sys.exit(main(['install-horovod']))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "This environment has no pip" in done.stderr
-    assert "ensurepip" in done.stderr
+def test_an_environment_without_pip_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match=r"This environment has no pip.*ensurepip"):
+        install_horovod("0.28.1")
 
 
 def test_this_machine_can_build() -> None:
@@ -104,9 +104,7 @@ def test_a_cuda_toolkit_of_another_major_version_is_refused(tmp_path: Path, monk
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_runtime.h").touch()
     (tmp_path / "bin").mkdir()
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 9.2, V9.2.148'\n")
-    nvcc.chmod(0o755)
+    add(tmp_path / "bin", "nvcc", "echo 'Cuda compilation tools, release 9.2, V9.2.148'")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.2")

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from free_ports import free_port
 from harness import (
+    EVERY,
     FORKED,
     HEARTBEAT_S,
-    HOROVODRUN,
-    MPIRUN,
-    MPIRUN_DDP,
-    PLAIN,
     TIMEOUT_S,
-    TORCHRUN,
     World,
     notes,
     run,
@@ -41,50 +36,46 @@ SLACK_S, IMPORT_S = 20.0, 40.0
 STEPS = 8
 
 
-@worlds(soak=[MPIRUN, MPIRUN_DDP, TORCHRUN, HOROVODRUN])
+@worlds(soak=EVERY[1:])
 def test_leaving_before_the_others_have_started(world: World, tmp_path: Path) -> None:
     """mpirun takes a rank that exits with 0 for one that is done, and MPI_Init waits for it for ever."""
     end = run(world, tmp_path, steps=STEPS, fault="exit:1:start", program=LEAVES_FIRST)
-    assert end.job.code != 0
-    assert end.seconds < IMPORT_S + HEARTBEAT_S + SLACK_S
+    end.assert_failed_within(IMPORT_S + HEARTBEAT_S + SLACK_S)
     assert re.match(r"rank 1 has ended before it joined the job, maybe with exit code 0", end.said(0))
 
 
-@worlds(soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(soak=EVERY)
 def test_leaving_while_the_others_wait_for_it_to_join(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, steps=STEPS, fault="exit:1:init")
-    assert end.job.code != 0
-    assert end.seconds < HEARTBEAT_S + SLACK_S
+    end.assert_failed_within(HEARTBEAT_S + SLACK_S)
     if world.launcher != "mpirun":  # which reports it itself, once another rank has called MPI_Init
         assert re.match(r"rank 1 has ended before it joined the job", end.said(0))
 
 
-@worlds(soak=[FORKED, PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, soak=EVERY)
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("thread", "threads that are not daemons: uploader"),
+        pytest.param("thread", "threads that are not daemons: uploader", marks=pytest.mark.soak),
         ("exit-handler", "an exit handler, or the reader of its"),
     ],
 )
 def test_a_process_that_does_not_exit(world: World, kind: str, reason: str, tmp_path: Path) -> None:
     end = run(world, tmp_path, steps=STEPS, fault=f"{kind}:1:close")
-    assert end.job.code != 0
-    assert end.seconds < TIMEOUT_S + SLACK_S
+    end.assert_failed_within(TIMEOUT_S + SLACK_S)
     assert f"has not exited {HEARTBEAT_S:.0f} s after the end of its script: it waits for {reason}" in end.job.output
     assert end.said(1).startswith(f"it did not exit within {TIMEOUT_S:g} s: {reason}")
     assert max(note["step"] for note in notes(tmp_path)) == STEPS - 1
 
 
-@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, soak=EVERY)
 @pytest.mark.parametrize(
     "output",
     [">&- 2>&-", *(pytest.param(one, marks=pytest.mark.soak) for one in (">/dev/full 2>&1", "2>&1 | head -1"))],
 )
 def test_a_failure_that_can_t_be_reported(world: World, output: str, tmp_path: Path) -> None:
     end = run(world, tmp_path, steps=STEPS, fault="kill:1:5", output=f"{output}; exit ${{PIPESTATUS[0]}}")
-    assert end.job.code != 0
-    assert end.seconds < SLACK_S
+    end.assert_failed_within(SLACK_S)
 
 
 @worlds(FORKED)
@@ -93,23 +84,14 @@ def test_a_stop_that_can_t_be_reported(world: World, tmp_path: Path) -> None:
     assert end.job.code == 143, end.job.output
 
 
-@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, soak=EVERY)
 def test_a_clock_that_is_set_disturbs_nothing(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, steps=STEPS, fault="clock:1:3")
     assert end.job.code == 0, end.job.output
     assert "stopped because" not in end.job.output
 
 
-@worlds(soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_unitrain_run_is_killed(world: World, number: signal.Signals, tmp_path: Path) -> None:
-    """The job's ranks save, and then nothing is left of it."""
-    end = run(world, tmp_path, pause=0.2, under=UNITRAIN_RUN, meanwhile=when_step(tmp_path, 3, _killing(number)))
-    assert end.job.code != 0
-    assert any((tmp_path / "checkpoints").iterdir())
-
-
-def _killing(number: signal.Signals) -> Callable[[subprocess.Popen[bytes]], None]:
+def _killing(number: int) -> Callable[[subprocess.Popen[bytes]], None]:
     """Return a function that kills a run, and waits for its supervisor, which gives the ranks time to save."""
 
     def kill(process: subprocess.Popen[bytes]) -> None:
@@ -120,66 +102,40 @@ def _killing(number: signal.Signals) -> Callable[[subprocess.Popen[bytes]], None
     return kill
 
 
-MPICH = pytest.mark.skipif(
-    shutil.which("mpiexec.mpich") is None, reason="MPICH is not installed: apt-get install mpich"
-)
-
-
-@MPICH
-@worlds(soak=[World("mpich", "auto")])
-def test_another_mpi_is_not_needed_with_an_address(world: World, tmp_path: Path) -> None:
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    end = run(world, tmp_path, steps=STEPS, environ=master)
-    assert end.job.code == 0, end.job.output
-
-
 # ------------------------------------------------------------------------------------------------------ again and again
 
-Ending = Callable[[World, Path], bool]
-
-
-def _fault(fault: str, *, good: bool = False, **settings: object) -> Ending:
-    def ends(world: World, folder: Path) -> bool:
-        end = run(world, folder, steps=STEPS, fault=fault, **settings)  # type: ignore[arg-type]
-        return (end.job.code == 0) == good
-
-    return ends
-
-
-def _killed_run(number: signal.Signals) -> Ending:
-    def ends(world: World, folder: Path) -> bool:
-        end = run(world, folder, pause=0.2, under=UNITRAIN_RUN, meanwhile=when_step(folder, 3, _killing(number)))
-        return end.job.code != 0
-
-    return ends
-
-
-ENDINGS: list[Ending] = [
-    _fault("none:0:0", good=True),
-    _fault("exit:1:start", program=LEAVES_FIRST),
-    _fault("exit:1:init"),
-    _fault("exit:0:init"),
-    _fault("exit:1:5"),
-    _fault("thread:1:close"),
-    _fault("exit-handler:0:close"),
-    _fault("stop:1:5"),
-    _fault("kill:1:5", output=">&- 2>&-"),
-    _fault("kill:1:5", output=">/dev/full 2>&1"),
-    _fault("none:0:0", good=True, output=">&- 2>&-"),
-    _fault("clock:1:3", good=True),
-    _killed_run(signal.SIGKILL),
-    _killed_run(signal.SIGHUP),
-    _killed_run(signal.SIGTERM),
+ENDINGS: list[dict[str, Any]] = [
+    {},
+    {"fault": "exit:1:start", "program": LEAVES_FIRST},
+    {"fault": "exit:0:init"},
+    {"fault": "exit:1:5"},
+    {"fault": "exit-handler:0:close"},
+    {"fault": "stop:1:5"},
+    {"fault": "kill:1:5", "output": ">/dev/full 2>&1"},
+    {"output": ">&- 2>&-"},
+    {"fault": "clock:1:3"},
+    {"killed_by": signal.SIGKILL},
+    {"killed_by": signal.SIGHUP},
+    {"killed_by": signal.SIGTERM},
 ]
+GOOD = (ENDINGS[0], ENDINGS[7], ENDINGS[8])
+
+
+def ends(world: World, folder: Path, fault: str = "none:0:0", killed_by: int | None = None, **settings: Any) -> bool:
+    """Run a job, or kill its ``unitrain run``, and return whether it ended well."""
+    if killed_by is None:
+        return run(world, folder, steps=STEPS, fault=fault, **settings).job.code == 0
+    kill = when_step(folder, 3, _killing(killed_by))
+    return run(world, folder, pause=0.2, under=UNITRAIN_RUN, meanwhile=kill).job.code == 0
 
 
 @pytest.mark.timeout(3600)
-@worlds(soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(soak=EVERY)
 def test_a_hundred_starts_and_ends(world: World, tmp_path: Path) -> None:
     """Each leaves no process, which ``run`` checks, and has an exit code that says whether it was a failure."""
-    for number, ends in zip(range(100), itertools.cycle(ENDINGS), strict=False):
+    for number, ending in zip(range(100), itertools.cycle(ENDINGS), strict=False):
         folder = tmp_path / str(number)
         folder.mkdir()
         began = time.monotonic()
-        assert ends(world, folder), f"run {number}, ending {number % len(ENDINGS)}"
+        assert ends(world, folder, **ending) == (ending in GOOD), f"run {number}: {ending}"
         assert time.monotonic() - began < 60

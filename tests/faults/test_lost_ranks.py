@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from harness import (
     COPIED,
+    EVERY,
     FORKED,
     FORKED_HOROVOD,
     HOROVODRUN,
@@ -61,9 +62,9 @@ def test_on_another_number_of_ranks(world: World, kills: Kills, alone: Path) -> 
     assert_goes_on(ONE, folder, alone, ranks=1)
 
 
-@worlds(soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(soak=EVERY)
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", ["raise", "segfault", "stop"])  # test_kills.py kills
+@pytest.mark.parametrize("kind", ["kill", "raise", "segfault", "stop"])
 def test_any_failure_of_any_rank(world: World, ranks: int, kind: str, tmp_path: Path, alone: Path) -> None:
     drawn = random.Random(f"{world} {ranks} {kind}")
     rank, step = drawn.randrange(ranks), drawn.choice([7, 8, 9, 12, 13, 14])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -38,67 +39,62 @@ FSDP, FORKED_FSDP = World("torchrun", "fsdp"), World("forked", "fsdp")
 WORLDS = [one for one in (FORKED, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN, FSDP, FORKED_FSDP) if not one.missing]
 FILLER = "filler"
 
-Disturb = Callable[[subprocess.Popen[bytes], list[psutil.Process], Path, random.Random], None]
+
+class Disturbed(NamedTuple):
+    """A job that a disturbance ends."""
+
+    process: subprocess.Popen[bytes]
+    ranks: list[psutil.Process]
+    folder: Path
+    drawn: random.Random
 
 
-def kill_ranks(
-    process: subprocess.Popen[bytes], ranks: list[psutil.Process], folder: Path, drawn: random.Random
-) -> None:
-    for rank in drawn.sample(ranks, k=drawn.randint(1, len(ranks))):
-        with suppress(psutil.NoSuchProcess):
-            rank.kill()
+Disturb = Callable[[Disturbed], None]
 
 
-def terminate_a_rank(
-    process: subprocess.Popen[bytes], ranks: list[psutil.Process], folder: Path, drawn: random.Random
-) -> None:
-    with suppress(psutil.NoSuchProcess):
-        drawn.choice(ranks).terminate()
-
-
-def freeze_a_rank_for_a_while(
-    process: subprocess.Popen[bytes], ranks: list[psutil.Process], folder: Path, drawn: random.Random
-) -> None:
-    """It is not missed, and trains on. Then it is killed."""
-    one = drawn.choice(ranks)
-    with suppress(psutil.NoSuchProcess):
-        one.suspend()
-        time.sleep(1)
-        one.resume()
-        time.sleep(0.5)
-        one.kill()
-
-
-def kill_the_launcher(
-    process: subprocess.Popen[bytes], ranks: list[psutil.Process], folder: Path, drawn: random.Random
-) -> None:
-    """The ranks train on for a while, until the cluster removes them."""
-    process.kill()
-    time.sleep(drawn.uniform(0, 1.5))
-    kill_ranks(process, ranks, folder, drawn)
-    time.sleep(0.5)
+def kill(*ranks: psutil.Process) -> None:
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
             rank.kill()
 
 
-def fill_the_disk(
-    process: subprocess.Popen[bytes], ranks: list[psutil.Process], folder: Path, drawn: random.Random
-) -> None:
+def kill_ranks(job: Disturbed) -> None:
+    kill(*job.drawn.sample(job.ranks, k=job.drawn.randint(1, len(job.ranks))))
+
+
+def terminate_a_rank(job: Disturbed) -> None:
+    with suppress(psutil.NoSuchProcess):
+        job.drawn.choice(job.ranks).terminate()
+
+
+def freeze_a_rank_for_a_while(job: Disturbed) -> None:
+    """It is not missed, and trains on. Then it is killed."""
+    rank = job.drawn.choice(job.ranks)
+    with suppress(psutil.NoSuchProcess):
+        rank.suspend()
+        time.sleep(1)
+        rank.resume()
+        time.sleep(0.5)
+        rank.kill()
+
+
+def kill_the_launcher(job: Disturbed) -> None:
+    """The ranks train on for a while, until the cluster removes them."""
+    job.process.kill()
+    time.sleep(job.drawn.uniform(0, 1.5))
+    kill_ranks(job)
+    time.sleep(0.5)
+    kill(*job.ranks)
+
+
+def fill_the_disk(job: Disturbed) -> None:
     """The next checkpoint can't be written, which ends the job."""
-    with suppress(OSError), (folder / "checkpoints" / FILLER).open("wb", buffering=0) as filler:
+    with suppress(OSError), (job.folder / "checkpoints" / FILLER).open("wb", buffering=0) as filler:
         while True:
             filler.write(bytes(4096))
 
 
-ENDS: tuple[Disturb, ...] = (
-    kill_ranks,
-    kill_ranks,
-    terminate_a_rank,
-    freeze_a_rank_for_a_while,
-    kill_the_launcher,
-    fill_the_disk,
-)
+ENDS = (kill_ranks, kill_ranks, terminate_a_rank, freeze_a_rank_for_a_while, kill_the_launcher, fill_the_disk)
 
 
 def ending(folder: Path, disturb: Disturb, drawn: random.Random) -> Callable[[subprocess.Popen[bytes]], None]:
@@ -115,7 +111,7 @@ def ending(folder: Path, disturb: Disturb, drawn: random.Random) -> Callable[[su
         time.sleep(moment)
         ranks = ranks_of(process)
         if ranks:
-            disturb(process, ranks, folder, drawn)
+            disturb(Disturbed(process, ranks, folder, drawn))
 
     return act
 

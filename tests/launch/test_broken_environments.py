@@ -140,14 +140,12 @@ def start(name: str, value: str | None, backend: str) -> tuple[float, str]:
     return time.monotonic() - began, "nothing"
 
 
-TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-GLOO = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
+# The tests above have the other variables.
 SAMPLE: list[tuple[Literal["spawn", "horovodrun"], str, str, str | None]] = [
-    *(("spawn", "auto", name, value) for name in TORCH for value in (None, "", "-1")),
-    *(("spawn", "auto", name, "abc") for name in TORCH if name != "MASTER_ADDR"),
-    *(("spawn", "auto", "MASTER_ADDR", name) for name in ("no.such.host.invalid", "256.0.0.1")),
-    *(("horovodrun", "auto", name, value) for name in GLOO for value in ("", "abc", "-1")),
-    *(("horovodrun", "auto", name, "77") for name in GLOO if name != "HOROVOD_SIZE"),  # there may be so many
+    ("spawn", "auto", "WORLD_SIZE", None),
+    ("spawn", "auto", "MASTER_ADDR", "no.such.host.invalid"),
+    ("spawn", "auto", "MASTER_ADDR", "256.0.0.1"),
+    ("horovodrun", "auto", "HOROVOD_CROSS_SIZE", "77"),
     ("horovodrun", "auto", "HOROVOD_GLOO_IFACE", "abc0"),
     ("horovodrun", "auto", "HOROVOD_CPU_OPERATIONS", "abc"),
     ("horovodrun", "auto", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "no.such.host.invalid"),

@@ -22,10 +22,9 @@ from ranks import run_ranks
 from torch import nn
 
 import unitrain
-from unitrain import BackendError, ConfigError, Launch, LaunchError, Strategy, StrategyConfig, UsageError
-from unitrain.communication.backend import Backend, load_backend
+from unitrain import BackendError, ConfigError, Launch, LaunchError, StrategyConfig, UsageError
+from unitrain.communication.backend import load_backend
 from unitrain.config import Precision
-from unitrain.device import pick_device
 from unitrain.initialize import advice, choose_backend, default_threads
 from unitrain.launch.detect import detect
 
@@ -106,15 +105,6 @@ def test_alone_on_a_cpu() -> None:
     assert strategy.config.backend == "single"
 
 
-def _places() -> tuple[Any, ...]:
-    with unitrain.init() as strategy:
-        return strategy.config.backend, strategy.rank, strategy.world_size, strategy.launch.local_rank, strategy.is_main
-
-
-def test_auto_on_several_ranks() -> None:
-    assert run_ranks(_places, nprocs=3) == [("ddp", rank, 3, rank, rank == 0) for rank in range(3)]
-
-
 # --------------------------------------------------------------------------------- the world that would be seen
 
 
@@ -134,30 +124,6 @@ def test_n_copies_of_a_job_are_refused(environment: Any, name: str, backend: str
     assert f"{launch.world_size} copies of one job" in said
     assert f"Use backend auto (here: {choose_backend(launch, StrategyConfig())})" in said
     assert launch.evidence[0] in said
-
-
-class Elsewhere(Backend):
-    """A library that sees another world than the launcher made."""
-
-    name = "elsewhere"
-    ended = False
-
-    def start(self) -> tuple[int, int]:
-        return 1, 3
-
-    def close(self, *, failed: bool) -> None:
-        Elsewhere.ended = True
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Any:
-        raise AssertionError
-
-    all_gather = broadcast = all_reduce  # type: ignore[assignment]
-
-
-def test_a_library_that_sees_another_world_is_ended_and_refused() -> None:
-    with pytest.raises(LaunchError, match=r"this process is rank 0 of 1, but backend 'elsewhere' returned rank 1 of 3"):
-        Strategy(Elsewhere, StrategyConfig(device="cpu"), Launch("python"))
-    assert Elsewhere.ended
 
 
 def _adopt(close_twice: bool) -> tuple[str, str, int, float, bool]:
@@ -195,12 +161,6 @@ def test_a_refused_init_leaves_the_way_free() -> None:
     with pytest.raises(ConfigError):
         unitrain.init(backend="sinlge")
     unitrain.init(backend="single")
-
-
-def test_config_and_keywords() -> None:
-    config = StrategyConfig(backend="single", accumulate=3, seed=5)
-    strategy = unitrain.init(config, accumulate=4)
-    assert (strategy.config.accumulate, strategy.config.seed) == (4, 5)
 
 
 # ----------------------------------------------------------------------------------------- what can't be honoured
@@ -258,11 +218,6 @@ def test_a_static_graph_and_accumulation_exclude_each_other_under_ddp_alone() ->
         unitrain.init(backend="ddp", **settings)
     with pytest.warns(UserWarning, match=r"^these settings have no effect with backend 'single': ddp\.$"):
         unitrain.init(backend="single", **settings)
-
-
-def test_auto_device_is_the_cpu_where_there_is_no_gpu() -> None:
-    assert pick_device("cpu", Launch("python")) == torch.device("cpu")
-    assert pick_device("auto", Launch("python")).type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(

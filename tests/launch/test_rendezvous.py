@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -160,18 +159,6 @@ def test_srun_on_two_nodes(script: list[str], slurm: Slurm) -> None:
     assert_met(run([*slurm.srun, "-N", "2", "-n", "3", *script], slurm.env), "tcp", 3)
 
 
-@pytest.mark.launcher
-def test_set_by_hand(script: list[str], free_port: int) -> None:
-    command = forked_python.command(*script[1:])
-    ranks = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        env = {**os.environ, **place, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
-    assert said == ["rank 0 met 2 by tcp\n", "rank 1 met 2 by tcp\n"]
-
-
 KEY_VALUE_SERVER = """
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 server = RendezvousHTTPServer(("10.99.0.1", 10000), RendezvousHandler, 0)
@@ -211,69 +198,31 @@ def test_horovodrun_on_two_hosts(script: list[str], two_hosts: tuple[str, str]) 
         server.communicate()
 
 
-SCRIPT_AT_A_SITE = f"""{MEET}
-from unitrain.errors import LaunchError
-sys.modules["mpi4py"] = None
-try:
-    meet_twice(os.environ)
-except (BackendError, LaunchError) as error:
-    print(f"refused: {{error}}")
-"""
-PALS = {
-    "PALS_RANKID": "{rank}", "PMI_SIZE": "2", "PALS_LOCAL_RANKID": "{local}", "PALS_LOCAL_SIZE": "{here}",
-    "PALS_NODEID": "{node}", "PALS_APID": "8c5e",
-}  # fmt: skip
-JSRUN = {
-    "JSM_NAMESPACE_RANK": "{rank}", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": "{local}",
-    "JSM_NAMESPACE_LOCAL_SIZE": "{here}", "LSB_JOBID": "77",
-}  # fmt: skip
-FLUX = {
-    "FLUX_TASK_RANK": "{rank}", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "{local}", "FLUX_JOB_NNODES": "{hosts}",
-    "FLUX_JOB_ID": "f2oV",
+SITES = {
+    "PALS": {
+        "PALS_RANKID": "{rank}", "PMI_SIZE": "2", "PALS_LOCAL_RANKID": "{rank}", "PALS_LOCAL_SIZE": "2",
+        "PALS_NODEID": "0", "PALS_APID": "8c5e",
+    },
+    "jsrun": {
+        "JSM_NAMESPACE_RANK": "{rank}", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": "{rank}",
+        "JSM_NAMESPACE_LOCAL_SIZE": "2", "LSB_JOBID": "77",
+    },
+    "Flux": {
+        "FLUX_TASK_RANK": "{rank}", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "{rank}", "FLUX_JOB_NNODES": "1",
+        "FLUX_JOB_ID": "f2oV",
+    },
 }  # fmt: skip
 
 
-def at_a_site(variables: dict[str, str], hosts: Sequence[str], **more: str) -> list[str]:
-    """Return what two ranks without mpi4py print, on one host or on two."""
+@pytest.mark.parametrize("site", [*(pytest.param(one, marks=pytest.mark.soak) for one in ("PALS", "jsrun")), "Flux"])
+def test_a_site_without_mpi4py_on_one_host(site: str) -> None:
+    command = forked_python.command("-c", f"{MEET}\nsys.modules['mpi4py'] = None\nmeet_twice(os.environ)")
     ranks = []
     for rank in range(2):
-        here = 2 // len(hosts)
-        known = {"rank": rank, "local": rank % here, "here": here, "node": rank // here, "hosts": len(hosts)}
-        env = {name: value.format(**known) for name, value in variables.items()}
-        # The socket of what forks is in this network.
-        on = ["ip", "netns", "exec", hosts[rank // here], sys.executable] if len(hosts) > 1 else forked_python.command()
-        ranks.append(
-            subprocess.Popen(
-                [*on, "-c", SCRIPT_AT_A_SITE],
-                env={**os.environ, **env, **more}, stdout=subprocess.PIPE, text=True,
-            )
-        )  # fmt: skip
-    return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [pytest.param(PALS, marks=pytest.mark.soak), pytest.param(JSRUN, marks=pytest.mark.soak), FLUX],
-    ids=["PALS", "jsrun", "Flux"],
-)
-def test_a_site_without_mpi4py_on_one_host(variables: dict[str, str]) -> None:
-    assert at_a_site(variables, ["here"]) == ["rank 0 met 2 by mpi", "rank 1 met 2 by mpi"]
-
-
-@pytest.mark.soak
-def test_a_site_without_mpi4py_on_two_hosts(two_hosts: tuple[str, str], tmp_path: Path) -> None:
-    """Of LSF, the first host may be that of the batch script."""
-    (tmp_path / "hosts").write_text("10.99.0.1\n10.99.0.1\n10.99.0.2\n10.99.0.2\n")
-    (tmp_path / "flux").write_text("#!/bin/sh\necho 10.99.0.1 10.99.0.2\n")
-    (tmp_path / "flux").chmod(0o755)
-    sites = [
-        (PALS, {"PBS_NODEFILE": str(tmp_path / "hosts")}),
-        (JSRUN, {"LSB_MCPU_HOSTS": "10.99.0.9 1 10.99.0.1 42 10.99.0.2 42"}),
-        (FLUX, {"FLUX_URI": "local", "PATH": f"{tmp_path}:{os.environ['PATH']}"}),
-    ]
-    with ThreadPoolExecutor() as pool:
-        said = list(pool.map(lambda site: at_a_site(site[0], two_hosts, **site[1]), sites))
-    assert said == [["rank 0 met 2 by mpi", "rank 1 met 2 by mpi"]] * 3
+        env = {name: value.format(rank=rank) for name, value in SITES[site].items()}
+        ranks.append(subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert said == ["rank 0 met 2 by mpi\n", "rank 1 met 2 by mpi\n"]
 
 
 def test_a_site_whose_first_host_is_not_rank_0_s() -> None:
@@ -425,6 +374,15 @@ def test_first_address_that_can_be_reached(free_port: int) -> None:
         assert connection.getpeername() == server.getsockname()
     with pytest.raises(CommunicationError, match=rf"tried nowhere\.invalid, 127\.0\.0\.1, port {free_port}"):
         reach(["nowhere.invalid", "127.0.0.1"], free_port)
+
+
+def test_a_rank_that_comes_twice_is_named_at_once(free_port: int) -> None:
+    """Rank 2 is missing, and nobody waits for it."""
+    launch = replace(rank_0_of_2(f"127.0.0.1:{free_port}"), world_size=3)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(rendezvous, replace(launch, rank=rank), 30.0) for rank in (0, 1, 1)]
+        error = waiting[0].exception(20.0)
+    assert f"two processes have come to 127.0.0.1:{free_port} as rank 1 of 3: give every" in str(error)
 
 
 @pytest.mark.parametrize("all_come", [True, False])

@@ -1,4 +1,4 @@
-"""``run_ranks`` of the tests, and that of ``unitrain.testing``, which starts each job in new processes."""
+"""``run_ranks`` of ``unitrain.testing``, which starts each job in new processes, and that of the tests."""
 
 from __future__ import annotations
 
@@ -15,52 +15,36 @@ import torch.distributed as dist
 from needs import HOROVOD
 from ranks import run_ranks
 
-import unitrain
-from unitrain.errors import CommunicationError, ConfigError
+from unitrain.errors import CommunicationError, ConfigError, UnitrainError
 from unitrain.launch.detect import detect
 from unitrain.launch.rendezvous import rendezvous
 from unitrain.testing.ranks import run_ranks as start_ranks
 
 pytestmark = pytest.mark.check
+EITHER = pytest.mark.parametrize("start", [run_ranks, start_ranks])
+Start = Callable[..., list[object]]
 
 
-def sum_of_ranks(*addends: int) -> tuple[int, int]:
+def begin() -> int:
     launch = detect(os.environ)
     dist.init_process_group("gloo", store=rendezvous(launch, 30), rank=launch.rank, world_size=launch.world_size)
-    tensor = torch.tensor(launch.rank + sum(addends))
+    return launch.rank
+
+
+def sum_of_ranks(*addends: int) -> tuple[int, int, str | None]:
+    rank = begin()
+    tensor = torch.tensor(rank + sum(addends))
     dist.all_reduce(tensor)
     dist.destroy_process_group()
-    return launch.rank, int(tensor)
+    return rank, int(tensor), os.environ.get("SET_BY_A_TEST")
 
 
-def test_every_rank_returns() -> None:
-    assert run_ranks(sum_of_ranks, 10, nprocs=3) == [(0, 33), (1, 33), (2, 33)]
-
-
-def places() -> tuple[str, int, int, int, int, int | None]:
-    launch = detect(os.environ)
-    return (
-        launch.launcher,
-        launch.rank,
-        launch.world_size,
-        launch.local_rank,
-        launch.local_world_size,
-        launch.node_rank,
-    )
-
-
-def test_ranks_are_told_their_place() -> None:
-    assert run_ranks(places) == [("spawn", 0, 2, 0, 2, 0), ("spawn", 1, 2, 1, 2, 0)]
-
-
-def environment_of_the_moment() -> str | None:
-    return os.environ.get("SOMETHING_SET_BY_A_TEST")
-
-
-def test_ranks_have_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_ranks(environment_of_the_moment) == [None, None]
-    monkeypatch.setenv("SOMETHING_SET_BY_A_TEST", "yes")
-    assert run_ranks(environment_of_the_moment) == ["yes", "yes"]
+@EITHER
+def test_every_rank_returns_in_the_environment_of_the_moment(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, "yes"):
+        if value is not None:
+            monkeypatch.setenv("SET_BY_A_TEST", value)
+        assert start(sum_of_ranks, 10, nprocs=3) == [(rank, 33, value) for rank in range(3)]
 
 
 class TwoArgumentsError(Exception):
@@ -69,9 +53,7 @@ class TwoArgumentsError(Exception):
 
 
 def fail_on_rank_1(kind: str) -> None:
-    launch = detect(os.environ)
-    dist.init_process_group("gloo", store=rendezvous(launch, 30), rank=launch.rank, world_size=launch.world_size)
-    if launch.rank == 1:
+    if begin() == 1:
         print("rank 1 says something first")
         if kind == "ConfigError":
             raise ConfigError("no such thing")
@@ -79,56 +61,46 @@ def fail_on_rank_1(kind: str) -> None:
             raise TwoArgumentsError("this", "can't be unpickled")
         if kind == "SIGKILL":
             os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "_exit":
-            os._exit(0)
-        if kind == "exit":
-            sys.exit(7)
+        if kind == "crash":
+            ctypes.string_at(0)
+        os._exit(0)
     dist.barrier()  # fails or waits, by the way that rank 1 went
 
 
+@EITHER
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
         ("ConfigError", ConfigError, "no such thing"),
-        ("unpicklable", unitrain.UnitrainError, "TwoArgumentsError: this: can't be unpickled"),
+        ("unpicklable", UnitrainError, "TwoArgumentsError: this: can't be unpickled"),
         ("SIGKILL", CommunicationError, r"rank 1 \(pid \d+\) was killed by SIGKILL"),
+        ("crash", CommunicationError, r"rank 1 \(pid \d+\) was killed by SIGSEGV"),
         ("_exit", CommunicationError, r"rank 1 \(pid \d+\) exited with code 0 before it had finished"),
     ],
 )
 def test_first_failing_rank_is_the_one_reported(
-    kind: str, error: type[Exception], message: str, capfd: pytest.CaptureFixture[str]
+    start: Start, kind: str, error: type[Exception], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(error, match=message) as raised:
-        run_ranks(fail_on_rank_1, kind)
+        start(fail_on_rank_1, kind)
+    shown = str(raised.value.__cause__) + capfd.readouterr().out
     if kind in ("ConfigError", "unpicklable"):
-        assert "rank 1: Traceback" in str(raised.value.__cause__)
-        assert "in fail_on_rank_1" in str(raised.value.__cause__)
+        assert "rank 1: Traceback" in shown
     if kind != "SIGKILL":
-        assert "---- rank 1 ----\nrank 1 says something first\n" in capfd.readouterr().out
-
-
-def crash_on_rank_1() -> None:
-    if detect(os.environ).rank == 1:
-        ctypes.string_at(0)
-    time.sleep(60)
-
-
-@pytest.mark.parametrize("start", [run_ranks, start_ranks])
-def test_a_crash_shows_where_it_was(start: Callable[..., object], capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CommunicationError, match=r"rank 1 \(pid \d+\) was killed by SIGSEGV"):
-        start(crash_on_rank_1)
-    out = capfd.readouterr().out
-    assert "Fatal Python error: Segmentation fault" in out
-    assert "in crash_on_rank_1" in out
+        assert "---- rank 1 ----\nrank 1 says something first\n" in shown
+    if kind == "crash":
+        assert "Fatal Python error: Segmentation fault" in shown
+    assert kind in ("SIGKILL", "_exit") or "in fail_on_rank_1" in shown
 
 
 def leave() -> None:
     sys.exit(7 if os.environ["RANK"] == "1" else 0)
 
 
-def test_exit_code_of_a_rank() -> None:
+@EITHER
+def test_exit_code_of_a_rank(start: Start) -> None:
     with pytest.raises(SystemExit) as raised:
-        run_ranks(leave)
+        start(leave)
     assert raised.value.code == 7
 
 
@@ -139,34 +111,34 @@ def hang_on_rank_1() -> None:
 
 
 @pytest.mark.soak
-def test_deadline(capfd: pytest.CaptureFixture[str]) -> None:
+@EITHER
+def test_deadline(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TimeoutError, match=r"did not end in time: \[1\]"):
-        run_ranks(hang_on_rank_1, timeout=8)
+        start(hang_on_rank_1, timeout=8)
     assert "in hang_on_rank_1" in capfd.readouterr().out
 
 
+def place() -> tuple[str, int, int]:
+    launch = detect(os.environ)
+    return launch.launcher, launch.rank, launch.world_size
+
+
 def test_a_process_that_nobody_launched() -> None:
-    assert start_ranks(places, nprocs=1, launcher="python") == [("python", 0, 1, 0, 1, 0)]
+    assert start_ranks(place, nprocs=1, launcher="python") == [("python", 0, 1)]
 
 
 @pytest.mark.soak
 @pytest.mark.launcher
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("horovodrun", marks=HOROVOD)])
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", pytest.param("horovodrun", marks=HOROVOD)])
 def test_real_launchers_start_the_ranks(launcher: str) -> None:
-    found = start_ranks(places, launcher=launcher)
-    assert [place[:3] for place in found] == [(launcher, 0, 2), (launcher, 1, 2)]
+    assert start_ranks(place, launcher=launcher) == [(launcher, 0, 2), (launcher, 1, 2)]
 
 
 @pytest.mark.soak
 @pytest.mark.launcher
-def test_mpirun_with_a_failing_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mpirun_with_a_failing_rank_or_one_that_hangs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="mpirun exited with code 1"):
-        run_ranks(fail_on_rank_1, "ConfigError", launcher="mpirun")
+        start_ranks(fail_on_rank_1, "ConfigError", launcher="mpirun")
     assert "ConfigError: no such thing" in capsys.readouterr().out
-
-
-@pytest.mark.soak
-@pytest.mark.launcher
-def test_mpirun_has_a_deadline() -> None:
     with pytest.raises(TimeoutError, match="did not end within 5 s"):
-        run_ranks(hang_on_rank_1, launcher="mpirun", timeout=5)
+        start_ranks(hang_on_rank_1, launcher="mpirun", timeout=5)

@@ -45,9 +45,6 @@ TESTS = """
     @pytest.mark.parametrize("number", range(2))
     def test_long(number): time.sleep(0.3)
 
-    @pytest.mark.alone
-    @pytest.mark.skip("no cluster here")
-    def test_skipped(): ...
 """
 
 
@@ -73,7 +70,7 @@ def notes(suite: pytest.Pytester) -> list[Note]:
 
 def test_groups_stay_together_and_what_runs_alone_is_last(suite: pytest.Pytester) -> None:
     result = suite.runpytest_subprocess("-n2")
-    result.assert_outcomes(passed=16, skipped=1)
+    result.assert_outcomes(passed=16)
     made = notes(suite)
     assert len({note.process for note in made}) == 2
     for together in ("::test_group", "::test_sharing"):
@@ -84,17 +81,3 @@ def test_groups_stay_together_and_what_runs_alone_is_last(suite: pytest.Pytester
     assert {note.test.split("::")[1] for note in sorted(made, key=lambda note: note.start)[:2]} == {
         "test_long[0]", "test_long[1]",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(("selected", "count"), [("test_alone", 2), ("0", 5)])
-def test_fewer_tests_than_there_are_workers_or_little_more(suite: pytest.Pytester, selected: str, count: int) -> None:
-    suite.runpytest_subprocess("-n3", "-k", selected).assert_outcomes(passed=count)
-    assert len(notes(suite)) == count
-
-
-def test_a_worker_that_crashes_is_a_failure_and_the_end(suite: pytest.Pytester) -> None:
-    suite.makepyfile(test_crash="import os\ndef test_crash(): os._exit(1)")
-    result = suite.runpytest_subprocess("-n2", "--max-worker-restart=0")
-    assert result.ret != 0
-    result.stdout.fnmatch_lines(["*worker * crashed while running *test_crash*"])
-    assert "1 failed" in result.outlines[-1]

@@ -1,16 +1,14 @@
 """Run the recipe several times in one process, since starting a job takes longer than training: ``launched.py CASES``.
 
-CASES is a JSON object: the flags of each case by its name. A case trains into the folder ``CASE``. If its flags are
-refused, the error goes into the file ``CASE.RANK.error``; the error of the last case ends the process.
+CASES is a JSON object: the flags of each case by its name. A case trains into the folder ``CASE``. An error ends the
+process.
 """
 
 import json
 import os
 import sys
 from importlib import import_module
-from pathlib import Path
 
-from unitrain.errors import UnitrainError
 from unitrain.launch.detect import detect
 from unitrain.recipes import resnet
 
@@ -20,9 +18,4 @@ if launch.launcher == "mpirun" and len(cases) > 1:
     import_module("mpi4py.MPI")  # or MPI ends with the first case, and can't be started again
 for case, flags in cases.items():
     sys.argv[1:] = [*flags.split(), f"--output-dir={case}", "--resume=never"]
-    try:
-        resnet.main()
-    except UnitrainError as error:
-        if case == list(cases)[-1]:
-            raise
-        Path(f"{case}.{launch.rank}.error").write_text(str(error))
+    resnet.main()

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import pytest
-from bare_environment import BareEnvironment
 
 from unitrain.commands.cli import main
 from unitrain.launch.local import toolchain
@@ -68,11 +67,17 @@ def test_an_error_is_one_message_and_its_own_exit_code(capsys: pytest.CaptureFix
 
 @pytest.mark.all("an interpreter")
 def test_a_termination_ends_what_was_started_too(tmp_path: Path) -> None:
-    bare = BareEnvironment.make(tmp_path)
     os.mkfifo(tmp_path / "started")
-    bare.allow("sleep")
-    bare.add("mpirun", f"echo $$ > {tmp_path / 'started'}; exec sleep 600")
-    with bare.start("doctor") as process:
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'started'}; exec /bin/sleep 600\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    doctor = f"""
+import sys
+from unitrain.commands.cli import main
+from unitrain.launch.local import toolchain
+toolchain.search_path = lambda: {str(tmp_path)!r}
+sys.exit(main(["doctor"]))
+"""
+    with subprocess.Popen([sys.executable, "-c", doctor], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         mpirun = psutil.Process(int((tmp_path / "started").read_text()))  # waits until mpirun writes it
         process.terminate()
         process.communicate()

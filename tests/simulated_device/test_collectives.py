@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from on_device import NEEDS_COMPILER, run, sim
-from torch.nn import functional
 
 from unitrain.launch.detect import detect
 
 pytestmark = NEEDS_COMPILER
 
 
-def begin(folder: Path, timeout: float = 30) -> int:
+def begin(folder: Path) -> int:
     rank = detect(os.environ).rank
     sim.set_device(rank)
     dist.init_process_group(
@@ -28,7 +23,7 @@ def begin(folder: Path, timeout: float = 30) -> int:
         store=dist.FileStore(str(folder / "store"), 2),
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=30),
         device_id=torch.device("sim", rank),
     )
     return rank
@@ -90,85 +85,3 @@ def overlaps(folder: Path) -> None:
 
 def test_work_that_is_not_waited_for_has_the_numbers_of_before(tmp_path: Path) -> None:
     run(overlaps, tmp_path, nprocs=2)
-
-
-def in_another_order(folder: Path) -> None:
-    """Communicate in two groups: one rank's host waits for what the other rank begins second."""
-    rank = begin(folder)
-    second: Any = dist.new_group()
-    gathered, total = torch.empty(4, device="sim"), torch.ones(1, device="sim")
-
-    def gather() -> Any:
-        return dist.all_gather_single(gathered, torch.ones(2, device="sim"), async_op=True)  # frees what it sends
-
-    first = gather() if rank == 0 else None
-    total = total + rank
-    dist.all_reduce(total, group=second)
-    assert total.tolist() == [3]
-    (first or gather()).wait()
-    assert gathered.tolist() == [1] * 4
-    dist.destroy_process_group()
-
-
-def test_groups_do_not_wait_for_one_another(tmp_path: Path) -> None:
-    run(in_another_order, tmp_path, nprocs=2)
-
-
-def fails_before(folder: Path) -> None:
-    rank = begin(folder)
-    value = torch.ones(1, device="sim")
-    if rank == 0:
-        functional.embedding(torch.tensor([7], device="sim"), torch.ones(2, 2, device="sim"))
-    work = dist.all_reduce(value, async_op=True)
-    assert work is not None
-    if rank == 1:
-        work.wait()
-        assert value.tolist() == [2]
-        (folder / "received").touch()
-        return
-    while not (folder / "received").exists():
-        time.sleep(0.01)
-    with pytest.raises(IndexError):
-        sim.synchronize()
-
-
-def test_an_error_before_a_collective_is_raised_by_the_scripts_wait_and_keeps_no_rank_waiting(tmp_path: Path) -> None:
-    run(fails_before, tmp_path, nprocs=2)
-
-
-def hangs(folder: Path) -> Any:
-    rank = begin(folder)
-    value = torch.ones(1, device="sim")
-    second: Any = dist.new_group()
-    assert isinstance(second, dist.ProcessGroup)
-    if rank == 1:
-        sim.synchronize()
-        (folder / "ready").touch()
-        while not (folder / "released").exists():  # takes no part
-            time.sleep(0.01)
-        return None
-    work = dist.all_reduce(value, async_op=True)
-    assert work is not None
-    work.wait()  # the host goes on
-    dist.all_reduce(value, group=second)
-    computed = value + 1
-    waiter = threading.Thread(target=sim.synchronize)
-    waiter.start()
-    waiter.join(0.3)
-    assert waiter.is_alive(), "the collective is on the device"
-    assert not sim.current_stream().query()
-    group = dist.group.WORLD
-    assert group is not None
-    second.abort()  # whose collective is behind one that goes on
-    assert waiter.is_alive()
-    group.abort()
-    waiter.join(10)
-    assert not waiter.is_alive()
-    with pytest.raises(dist.DistBackendError, match="aborted"):
-        dist.all_reduce(value)
-    (folder / "released").touch()
-    return computed.isnan().all().item()
-
-
-def test_a_collective_that_a_rank_does_not_join_stays_on_the_device_until_it_is_aborted(tmp_path: Path) -> None:
-    assert run(hangs, tmp_path, nprocs=2)[0] is True

@@ -63,30 +63,6 @@ def test_a_rank_that_joins_no_collective_ends_the_job_though_the_others_devices_
     assert "watchdog" not in output, "the job's watch reports the reason before the library's watchdog aborts"
 
 
-def dies() -> None:
-    with open_strategy(60) as strategy:
-        train(strategy, fault=lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def test_a_rank_that_is_killed_leaves_no_other_waiting_on_its_device(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CommunicationError, match=r"rank 1 .* was killed by SIGKILL"):
-        run(dies, nprocs=2, timeout=100)
-    assert "rank 1" in capfd.readouterr().out
-
-
-def raises() -> None:
-    def fault() -> None:
-        raise ZeroDivisionError
-
-    with open_strategy(60) as strategy:
-        train(strategy, fault=fault)
-
-
-def test_an_exception_ends_the_ranks_whose_devices_wait() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run(raises, nprocs=2, timeout=100)
-
-
 def stops(folder: Path) -> None:
     with open_strategy(60) as strategy:
         train(strategy, folder, fault=lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -163,12 +139,3 @@ def test_a_program_that_has_the_device_as_a_plugin_ends_well(launcher: list[str]
     assert job.code == 0, job.output
     assert job.stdout.count("computed") == 1, job.output
     assert not job.left
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_unitrain_verify_passes_on_the_device(backend: str, tmp_path: Path) -> None:
-    """Under every launcher, in programs that import torch themselves."""
-    command = [sys.executable, "-m", "unitrain.commands.cli", "verify", "--device", "sim", "--backend", backend]
-    job = run_job(command, tmp_path, environ=environment(devices=3), deadline=280)
-    assert job.code == 0, job.output

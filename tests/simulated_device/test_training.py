@@ -134,17 +134,8 @@ def trained_and_resumed(folder: Path) -> None:
     torch.testing.assert_close((again, reached), (weights, accuracy), rtol=0, atol=0)
 
 
-def trained_in_one_go(folder: Path) -> None:
-    torch.testing.assert_close(loop(folder / "device", "sim"), loop(folder / "cpu", "cpu"), rtol=0, atol=0)
-
-
 def test_a_script_and_its_continuation(tmp_path: Path) -> None:
     run(trained_and_resumed, tmp_path, nprocs=2, timeout=200)
-
-
-@pytest.mark.soak
-def test_a_script(tmp_path: Path) -> None:
-    run(trained_in_one_go, tmp_path, nprocs=2, timeout=200)
 
 
 def found_size() -> int:

@@ -2,8 +2,9 @@
 
     python program.py FOLDER STEPS [KIND:RANK:STEP | KIND:RANK:PLACE]
 
-It is an ordinary script, except for its log (a line per micro-batch and rank) and its fault. A place is a collective
-outside of steps: init, prepare, evaluation or close. The other ranks are already in it.
+It is an ordinary script, except for its log (a line per micro-batch and rank) and its fault, which comes once, and not
+again when the job is restarted. A place is a collective outside of steps: init, prepare, evaluation or close. The other
+ranks are already in it.
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ RANK = int(next((os.environ[name] for name in RANK_VARIABLES if name in os.envir
 
 
 def main(folder: Path, last_step: int, kind: str, rank: int, at: str) -> None:
-    pause, workers = float(os.environ.get("TESTS_PAUSE", "0")), int(os.environ.get("TESTS_WORKERS", "0"))
+    pause = float(os.environ.get("TESTS_PAUSE", "0"))
 
     def come_to(place: str) -> None:
-        if at == place and rank == RANK:
+        if at == place and rank == RANK and not (folder / "fault").exists():
             time.sleep(0 if place.isdigit() else 1.5)
             (folder / "fault").write_text(str(time.time()))
             FAULTS[kind]()
@@ -95,7 +96,7 @@ def main(folder: Path, last_step: int, kind: str, rank: int, at: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     come_to("prepare")
     model, optimizer = strategy.prepare(model, optimizer)
-    loader = strategy.dataloader(Noisy(), global_batch_size=GLOBAL_BATCH, shuffle=True, num_workers=workers)
+    loader = strategy.dataloader(Noisy(), global_batch_size=GLOBAL_BATCH, shuffle=True)
     checkpoint = strategy.checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, loader=loader)
     OPEN.update(strategy=strategy, checkpoint=checkpoint)
     checkpoint.resume()

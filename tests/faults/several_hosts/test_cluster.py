@@ -105,14 +105,3 @@ def test_a_host_whose_cable_is_pulled(hosts: Cluster, tmp_path: Path) -> None:
         assert found, said[own]
         assert any(f"node{other}" in line for line in found), found
     assert seconds < 2 * HEARTBEAT_S + 30, said  # torchrun takes up to 30 s to end
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("place", STARTS)
-def test_hosts_that_find_their_own_names_at_the_addresses_that_others_know(
-    place: str, expected: Weights, tmp_path: Path
-) -> None:
-    (tmp_path / "cluster").mkdir()
-    with cluster(tmp_path / "cluster", 2) as hosts:
-        run(hosts, place, str(TRAINS), str(tmp_path))
-    assert_trained(tmp_path, expected, world_size=4)

@@ -6,21 +6,21 @@ The discovery script names those hosts that the test wants, of three (``cluster.
 from __future__ import annotations
 
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 import pytest
 from cluster import Cluster, cluster
-from harness import COPIED, PROGRAM, TIMEOUT_S, World, assert_same_training, run
+from elastic import STEPS, Elastic
+from harness import COPIED, PROGRAM, QUICK, TIMEOUT_S, World, assert_same_training, run, train_alone
 from host_commands import blocks_for, host_commands, on_hosts
-from lives import EPOCHS, PHASES, assert_undisturbed, begun_again, lives, ranks
 from places import TESTS
 
 from unitrain.features.horovod_elastic import asking
@@ -39,7 +39,6 @@ asking = server.accept()
 print("asked", flush=True)
 time.sleep(1000)
 """
-QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "5", "UNITRAIN_TIMEOUT_S": "40", **COPIED}
 
 
 def cluster_test(test: Test) -> Test:
@@ -57,62 +56,50 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-class Elastic:
-    """An elastic job, and what happens to it meanwhile."""
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an undisturbed run on one process."""
+    return train_alone(tmp_path_factory, STEPS)
 
-    def __init__(self, hosts: Cluster, folder: Path, *slots: str) -> None:
-        self.folder = folder
-        self._known: set[int] = set()
-        self.set_hosts(*slots)
-        script = [str(PHASES), str(folder), str(EPOCHS)]
-        [(host, command)] = host_commands(COMMAND, hosts.names, script, processes=1)
-        environ = {**QUICK, "TESTS_PAUSE": "0.1", "OMP_NUM_THREADS": "1"}
-        self.process = hosts.start(host, command, environ=environ, cwd=folder)
 
-    def set_hosts(self, *slots: str) -> None:
-        """Have the discovery script print these from now on."""
-        self.set_script("#!/bin/sh\n" + "".join(f"echo {one}\n" for one in slots))
+@pytest.fixture
+def job(hosts: Cluster, tmp_path: Path) -> Iterator[Elastic]:
+    """A job of horovodrun on the first host, not yet started."""
+    [(_, command)] = host_commands(COMMAND, hosts.names, [], processes=1)
+    environ = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "5", "TESTS_PAUSE": "0.5", "OMP_NUM_THREADS": "1"}
+    made = Elastic(hosts, tmp_path, command, environ)
+    yield made
+    for host in range(3):
+        hosts.plug_cable(host)
+    made.end()
 
-    def set_script(self, text: str) -> None:
-        """Have this as the discovery script from now on."""
-        script = self.folder / "hosts.new"
-        script.write_text(text)
-        script.chmod(0o755)
-        script.replace(self.folder / "hosts.sh")
 
-    def on(self, host: str) -> psutil.Process:
-        """Return a rank of a host."""
-        return next(process for _, process in ranks(self.folder) if process.environ()["HOROVOD_HOSTNAME"] == host)
+def set_script(job: Elastic, text: str) -> None:
+    """Have this as the discovery script from now on."""
+    script = job.folder / "hosts.new"
+    script.write_text(text)
+    script.chmod(0o755)
+    script.replace(job.folder / "hosts.sh")
 
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                raise AssertionError(self.process.communicate()[0])
-            time.sleep(0.1)
 
-    def train_on(self, world: int) -> None:
-        """Wait until the job trains on so many ranks, in a start that is new."""
-        self.wait_for(lambda: set(lives(self.folder)) - self._known)
-        newest = max(lives(self.folder))
-        self._known = set(lives(self.folder))
+def set_hosts(job: Elastic, *names: str) -> None:
+    """Have the discovery script print these from now on, with one process each."""
+    set_script(job, "#!/bin/sh\n" + "".join(f"echo {name}:1\n" for name in names))
 
-        def trains() -> bool:
-            return sum(file.stat().st_size > 0 for file in self.folder.glob(f"{newest}.*.notes")) == world
 
-        self.wait_for(trains)
-        time.sleep(1)
+def rank_on(job: Elastic, host: str) -> psutil.Process:
+    """Return the rank that trains on a host."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            if words[1:3] == [str(PROGRAM), str(job.folder)] and process.environ()["HOROVOD_HOSTNAME"] == host:
+                return process
+    raise AssertionError(job.said(0))
 
-    def output(self) -> str:
-        """Wait for the end, and return what was printed."""
-        try:
-            output, _ = self.process.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise AssertionError(self.process.communicate()[0]) from None
-        assert self.process.returncode == 0, output
-        return str(output)
+
+def steps_lost(job: Elastic) -> list[int]:
+    """Return how many steps were begun before each change of the hosts, and made again after it."""
+    return [before.last + 1 - after.began for before, after in pairwise(job.parts())]
 
 
 class OnTwoNames(World):
@@ -139,7 +126,7 @@ def test_a_rank_is_lost(tmp_path: Path, alone: Path) -> None:
 def test_a_rank_is_lost_while_horovod_initialises_it(tmp_path: Path, alone: Path) -> None:
     """Others don't learn of it there. They give up before Horovod does, which would abort them."""
     program = TESTS / "faults" / "programs" / "killed_in_horovod.py"
-    end = run(OnTwoNames("horovodrun", "horovod"), tmp_path, program=program)
+    end = run(OnTwoNames("horovodrun", "horovod"), tmp_path, program=program, environ=QUICK)
     assert end.job.code == 0, end.job.output
     assert "stopped because the ranks have not all joined the job within 12 s (timeout_s is 8)" in end.job.output
     assert end.seconds < 2 * TIMEOUT_S + 20
@@ -148,70 +135,63 @@ def test_a_rank_is_lost_while_horovod_initialises_it(tmp_path: Path, alone: Path
 
 @cluster_test
 @pytest.mark.parametrize("lost", ["node0", "node1"])
-def test_a_host_is_lost_and_another_added(lost: str, hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
-    job = Elastic(hosts, tmp_path, "node0:1", "node1:1")
-    job.train_on(2)
-    job.on(lost).send_signal(signal.SIGKILL)
-    job.train_on(1)
-    left = {"node0": "node1", "node1": "node0"}[lost]
-    job.set_hosts(f"{left}:1", "node2:1")
-    job.train_on(2)
-    job.set_hosts("node2:1")
-    job.train_on(1)
-    output = job.output()
+def test_a_host_is_lost_and_another_added(lost: str, job: Elastic, undisturbed: Path) -> None:
+    set_hosts(job, "node0", "node1")
+    job.start(0)
+    job.trains(2)
+    rank_on(job, lost).kill()
+    job.trains(1)
+    set_hosts(job, {"node0": "node1", "node1": "node0"}[lost], "node2")
+    job.trains(2)
+    set_hosts(job, "node2")
+    job.trains(1)
+    job.assert_ends_as_if_nothing_had_happened(undisturbed)
+    output = job.said(0)
     assert re.search(r"resumed after step \d+, from .*, in the memory of", output), output
     assert output.count("unitrain: hosts have changed: stopped after step ") == 2, output
-    again = begun_again(tmp_path)
-    assert again[0] <= 1, output
-    assert again[1:] == [0, 0], "with all ranks there, no step is done again"
-    assert_undisturbed(tmp_path, undisturbed)
+    assert steps_lost(job)[1:] == [0, 0], "with all ranks there, no step is done again"
 
 
 @cluster_test
-def test_a_host_that_can_not_be_reached_is_left_out(hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
-    job = Elastic(hosts, tmp_path, "node0:1", "node1:1")
-    job.train_on(2)
-    job.set_hosts("node0:1", "node1:1", "nowhere:1")
-    job.train_on(2)
-    output = job.output()
-    assert "waited 40 s for rank 2, which horovodrun has not started" in output
-    assert begun_again(tmp_path) == [0]
-    assert_undisturbed(tmp_path, undisturbed)
+def test_a_host_that_can_not_be_reached_is_left_out(job: Elastic, undisturbed: Path) -> None:
+    set_hosts(job, "node0", "node1")
+    job.start(0)
+    job.trains(2)
+    set_hosts(job, "node0", "node1", "nowhere")
+    job.trains(2)
+    job.assert_ends_as_if_nothing_had_happened(undisturbed)
+    assert "waited 40 s for rank 2, which horovodrun has not started" in job.said(0)
+    assert steps_lost(job) == [0]
 
 
 @cluster_test
 @pytest.mark.parametrize("first", ["node0", "node1"])
-def test_a_cable_is_pulled(first: str, hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
+def test_a_cable_is_pulled(first: str, hosts: Cluster, job: Elastic, undisturbed: Path) -> None:
     """The host of horovodrun goes on, and the ranks of the other one end. Rank 0, on the first, may be on either."""
-    job = Elastic(hosts, tmp_path, f"{first}:1")
+    set_hosts(job, first)
+    job.start(0)
     time.sleep(5)  # horovodrun looks every second, and waits for another host
-    job.set_script(on_hosts(SCRIPT, hosts.names, processes=1))
-    job.train_on(2)
-    assert job.on(first).environ()["HOROVOD_RANK"] == "0"
-    cut_off = job.on("node1")
+    set_script(job, on_hosts(SCRIPT, hosts.names, processes=1))
+    job.trains(2)
+    assert rank_on(job, first).environ()["HOROVOD_RANK"] == "0"
+    cut_off = rank_on(job, "node1")
     hosts.pull_cable(1)
-    try:
-        job.train_on(1)
-        cut_off.wait(120)
-        output = job.output()
-    finally:
-        hosts.plug_cable(1)
-    assert re.search(r"unitrain: rank \d on node0 \(pid \d+\): stopped because rank \d on node1 ", output), output
-    assert begun_again(tmp_path)[0] <= 1, output
-    assert_undisturbed(tmp_path, undisturbed)
+    job.trains(1)
+    cut_off.wait(120)
+    job.assert_ends_as_if_nothing_had_happened(undisturbed)
+    assert re.search(r"unitrain: rank \d on node0 \(pid \d+\): stopped because rank \d on node1 ", job.said(0))
 
 
 @cluster_test
-def test_a_cable_is_plugged_in_again_before_ssh_gives_up(hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
-    job = Elastic(hosts, tmp_path, "node0:1", "node1:1")
-    job.train_on(2)
+def test_a_cable_is_plugged_in_again_before_ssh_gives_up(hosts: Cluster, job: Elastic, undisturbed: Path) -> None:
+    set_hosts(job, "node0", "node1")
+    job.start(0)
+    job.trains(2)
     hosts.pull_cable(1)
     time.sleep(9)  # more than UNITRAIN_HEARTBEAT_TIMEOUT_S, and less than ssh's patience
     hosts.plug_cable(1)
-    job.train_on(2)
-    output = job.output()
-    assert begun_again(tmp_path)[0] <= 1, output
-    assert_undisturbed(tmp_path, undisturbed)
+    job.trains(2)
+    job.assert_ends_as_if_nothing_had_happened(undisturbed)
 
 
 @cluster_test

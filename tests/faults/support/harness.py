@@ -61,7 +61,6 @@ class World:
             "plain": [sys.executable, str(BY_HAND), str(free_port()), count, sys.executable],
             "torchrun": ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count],
             "mpirun": ["mpirun", "--oversubscribe", "-np", count, sys.executable],
-            "mpich": ["mpiexec.mpich", "-n", count, sys.executable],
             "horovodrun": ["horovodrun", "--gloo", "-np", count, sys.executable],
             "srun": ["srun", "-n", count, sys.executable],
         }
@@ -83,6 +82,8 @@ ONE, FORKED, FORKED_HOROVOD = World("forked", "auto"), World("forked", "ddp"), W
 PLAIN, TORCHRUN = World("plain", "ddp"), World("torchrun", "ddp")
 MPIRUN, HOROVODRUN = World("mpirun", "horovod"), World("horovodrun", "horovod")
 MPIRUN_DDP = World("mpirun", "ddp")
+EVERY = (PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN)
+"""Launchers that start real processes, with their backends."""
 
 
 def worlds(*quick: World, later: Sequence[World] = (), soak: Sequence[World] = ()) -> pytest.MarkDecorator:
@@ -117,6 +118,11 @@ class End:
     """Seconds from the fault to the end of the job."""
     world: World
     fault: str
+
+    def assert_failed_within(self, seconds: float) -> None:
+        """Assert that the job failed, soon after the fault."""
+        assert self.job.code != 0
+        assert self.seconds < seconds
 
     def said(self, rank: int) -> str:
         """Return the one line that a surviving rank prints."""
@@ -155,14 +161,15 @@ def run(
     ranks: int = 2,
     pause: float = 0.0,
     environ: Mapping[str, str] | None = None,
-    meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda process: None,
+    meanwhile: Callable[[subprocess.Popen[bytes]], object] | None = None,
     program: Path = PROGRAM,
     output: str = "",
     under: Sequence[str] = (),
 ) -> End:
     """Train for a total number of steps, with a fault (KIND:RANK:STEP) on the way.
 
-    The output may be redirected as in a shell, and the launcher may run ``under`` another command.
+    The output may be redirected as in a shell, and the launcher may run ``under`` another command. A job that is to
+    end well has the default timeouts, which a busy machine keeps.
     """
     (folder / "fault").unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -174,17 +181,20 @@ def run(
         job = run_job(
             command,
             folder,
-            environ={**QUICK, "UNITRAIN_BACKEND": world.backend, "TESTS_PAUSE": str(pause), **(environ or {})},
+            environ={
+                **({} if fault.startswith("none") and meanwhile is None else QUICK),
+                "UNITRAIN_BACKEND": world.backend,
+                "TESTS_PAUSE": str(pause),
+                **(environ or {}),
+            },
             deadline=100,
-            meanwhile=meanwhile,
+            meanwhile=meanwhile or (lambda process: None),
         )
     left = [*job.left, *forked_python.end_left()]
     assert not left, f"it left processes: {left}\n{job.output}"
     happened = (folder / "fault").read_text() if (folder / "fault").exists() else ""
-    what = "signals from outside" if fault.startswith("none") else fault
-    if "UNITRAIN_DEBUG" in (environ or {}):
-        what += " with debug"
-    end = End(job, job.ended - float(happened) if happened else 0.0, world, what)
+    seconds = job.ended - float(happened) if happened else 0.0
+    end = End(job, seconds, world, "signals from outside" if fault.startswith("none") else fault)
     if happened:
         end.note()
     return end

@@ -16,30 +16,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-KILLS = (
-    "Ranks were also killed at random moments during start-up, steps and saves, and the job was restarted until it was "
-    "done: {}. Each sample was used once, and the losses equalled a run without faults, to 1e-9."
-)
-
-SURVIVED = (
-    "In jobs with a copy in memory after each step and no other checkpoint, {} ranks were killed under {}, at the "
-    "start, in loading, forward, backward, averaging, optimizer and evaluation, and between epochs. Every job finished "
-    "without help, with 1 to 3 ranks in each start, and repeated at most {} step after each kill. Each sample was used "
-    "once an epoch, and the weights equalled one process's, to 1e-9."
-)
 WALKS = (
     "Random walks changed launcher, backend (ddp, horovod, fsdp, ZeRO-1) and the number of ranks (1 to 4) at each "
     "start, and were ended by SIGKILL, SIGTERM, a frozen rank, a killed launcher or a full disk: {} starts in {} "
     "walks. Each sample was used once, and the final weights equalled an undisturbed process's, to 1e-9."
 )
-
-
-def survived(ends: list[dict[str, Any]]) -> str:
-    """Return what kills have cost."""
-    latest = {(end["world"], *end["plan"]): end for end in ends if "killed" in end}.values()
-    worlds = ", ".join(sorted({end["world"] for end in latest}))
-    again = max(max(end["again"]) for end in latest)
-    return fill(SURVIVED.format(sum(end["killed"] for end in latest), worlds, again), 120, break_on_hyphens=False)
 
 
 def table(ends: list[dict[str, Any]]) -> str:
@@ -61,9 +42,6 @@ def table(ends: list[dict[str, Any]]) -> str:
 
 def main(file: Path) -> None:
     ends = [json.loads(line) for line in file.read_text().splitlines()]
-    kills = [f"{end['kills']} times under {end['world']}" for end in ends if "kills" in end]
-    print(f"{fill(KILLS.format(', '.join(kills)), 120, break_on_hyphens=False)}\n")
-    print(f"{survived(ends)}\n")
     walks = {end["walk"]: end["starts"] for end in ends if "walk" in end}
     print(f"{fill(WALKS.format(sum(walks.values()), len(walks)), 120, break_on_hyphens=False)}\n")
     print(f"Run on {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}.\n")

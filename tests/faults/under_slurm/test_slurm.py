@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from batch import ENDS_S, PATH, Job, alone, assert_requeued_itself, cluster, slow_at_first
+from batch import Job, alone, assert_requeued_itself, cluster, slow_at_first
 from places import TESTS
 from slurm import NODES, Slurm
 
@@ -108,31 +103,3 @@ def test_a_batch_script_passes_the_signal_on(cluster: Slurm, tmp_path: Path, alo
     job.is_requeued(1)
     job.ends_well(alone)
     assert_requeued_itself(job)
-
-
-LAYOUTS = {
-    "tasks per node": ("srun -N 2 --ntasks-per-node 2 {python}", 4),
-    "nodes of different sizes": ("srun -N 2 -n 3 {python}", 3),
-    "torchrun in a job": (
-        "srun -N 2 --ntasks-per-node 1 torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d "
-        "--rdzv-endpoint 127.0.0.1:{port}",
-        4,
-    ),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(slurm: Slurm, tmp_path: Path, layout: str) -> None:
-    command, ranks = LAYOUTS[layout]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    environ = {**slurm.env, "PATH": PATH}
-    trained: list[dict[str, Any]] = []
-    for start in (sys.executable, command.format(python=sys.executable, port=port)):
-        folder = tmp_path / str(len(trained))
-        folder.mkdir()
-        subprocess.run([*start.split(), str(TRAINS), str(folder)], env=environ, check=True, timeout=ENDS_S)
-        trained.append(torch.load(folder / "trained.pt"))
-    assert trained[1]["world_size"] == ranks
-    for name, value in trained[0]["model"].items():
-        torch.testing.assert_close(trained[1]["model"][name], value, rtol=0, atol=1e-9)

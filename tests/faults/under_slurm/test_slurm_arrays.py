@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 from batch import Job, alone, cluster, environ, from_page
-from harness import assert_same_training
 from slurm import NODES, Slurm
 
 __all__ = ["alone", "cluster"]  # fixtures
@@ -80,16 +78,3 @@ def test_a_task_of_an_array_is_not_requeued_for_another(cluster: Slurm, tmp_path
     assert "stopped by SIGTERM" in cancelled.said
     assert "requeued" not in cancelled.said
     cancelled.wait(lambda: "JobState=CANCELLED" in cancelled.shown(), "it goes on")
-
-
-def test_tasks_of_an_array_can_t_share_a_folder(cluster: Slurm, tmp_path: Path, alone: Path) -> None:
-    _, tasks = submit(cluster, tmp_path, "runs/all")
-    for task in tasks:
-        task.ends()
-    [trained] = [task for task in tasks if "JobState=COMPLETED" in task.shown()]
-    assert_same_training(trained.folder, alone)
-    for task in tasks:
-        if task is not trained:
-            assert "ExitCode=1:0" in task.shown()
-            [said] = re.findall(r"^unitrain: error: (.*)", task.said, re.MULTILINE)
-            assert "is in use by process" in said or "was taken by another job at the same moment" in said

@@ -119,7 +119,7 @@ class Harm:
         return Path.touch, (Path(self.file),)
 
 
-def take_place_of_rank_1(file: str) -> str:
+def take_place(file: str) -> None:
     """Be rank 0; as rank 1, be a program that sends pickles wherever it is asked for data."""
     if os.environ["RANK"] == "1":
         import pickle
@@ -133,8 +133,8 @@ def take_place_of_rank_1(file: str) -> str:
     try:
         unitrain.init(device="cpu", timeout_s=5).close()
     except (CommunicationError, ConfigError) as error:
-        return str(error)
-    return "trained with a stranger"
+        if os.environ["RANK"] == "0":
+            raise CommunicationError(str(error)) from None
 
 
 def test_a_stranger_in_a_rank_s_place_runs_no_code(tmp_path: Path) -> None:
@@ -144,12 +144,6 @@ def test_a_stranger_in_a_rank_s_place_runs_no_code(tmp_path: Path) -> None:
     ):
         run_ranks(take_place, str(tmp_path / "harm"), launcher=hosts({}, {}))
     assert not (tmp_path / "harm").exists()
-
-
-def take_place(file: str) -> None:
-    said = take_place_of_rank_1(file)
-    if os.environ["RANK"] == "0":
-        raise CommunicationError(said)
 
 
 @pytest.mark.parametrize("variables", [{}, {SECRET: LONG[::-1]}])

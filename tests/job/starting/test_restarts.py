@@ -61,13 +61,19 @@ def starts(folder: Path) -> int:
     return len((folder / "starts").read_text())
 
 
-def stop_when_started(
-    folder: Path, numbers: Sequence[int], ranks: int = 1, heard: dict[int, list[str]] | None = None
-) -> Callable[[subprocess.Popen[bytes]], None]:
-    """Return what to do meanwhile: when all ranks have started, send the signals, each when the one before was heard.
+def run_and_stop(
+    folder: Path,
+    command: Sequence[str],
+    *numbers: int,
+    ranks: int = 1,
+    environ: dict[str, str] | None = None,
+    first: Callable[[subprocess.Popen[bytes]], object] = lambda process: None,
+) -> tuple[Job, list[list[str]]]:
+    """Run a command, and stop it when all ranks have started: by ``first``, and signals, each when the last was heard.
 
-    What the ranks say from then on is put into ``heard``.
+    Return how it ended, and what each rank has said from then on.
     """
+    said: list[list[str]] = [[] for _ in range(ranks)]
     for rank in range(ranks):
         os.mkfifo(folder / f"rank {rank}")
 
@@ -75,19 +81,16 @@ def stop_when_started(
         pipes = [(folder / f"rank {rank}").open() for rank in range(ranks)]
         for pipe in pipes:
             assert pipe.readline() == "started\n"
-        said: list[list[str]] = [[] for _ in pipes]
-        for number in numbers[:-1]:
-            process.send_signal(number)
-            for rank, pipe in enumerate(pipes):
+        first(process)
+        for position, number in enumerate(numbers):
+            for rank, pipe in enumerate(pipes if position else ()):
                 said[rank].append(pipe.readline())
-        process.send_signal(numbers[-1])
+            process.send_signal(number)
         for rank, pipe in enumerate(pipes):
             with pipe:
                 said[rank] += pipe.readlines()
-        if heard is not None:
-            heard.update(enumerate(said))
 
-    return meanwhile
+    return run_job(command, folder, environ=environ, meanwhile=meanwhile), said
 
 
 def messages(job: Job) -> list[str]:
@@ -148,29 +151,37 @@ def test_a_wrong_command_line_ends_with_2(tmp_path: Path, arguments: list[str], 
 # ---------------------------------------------------------------------------------------------- who gets a signal
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_stop_is_passed_on_and_nothing_starts_again(tmp_path: Path, number: signal.Signals) -> None:
-    heard: dict[int, list[str]] = {}
-    command = [*RUN, "--max-restarts", "3", "--", *write(tmp_path, STOPPABLE), "0.5"]
-    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [number], heard=heard))
-    assert (job.code, job.stderr, job.left) == (128 + number, "", ())
-    assert heard == {0: [f"told {number}\n", "saved\n"]}
+STOPPED = [sys.executable, "program.py", "0.5"]
+BY_A_SHELL = ["sh", "-c", f"{sys.executable} program.py 0.5; exit $?"]
+OF_A_RANK = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("number", "told", "code", "command", "environ"),
+    [
+        pytest.param(signal.SIGTERM, 15, 143, STOPPED, {}, id="SIGTERM"),
+        pytest.param(signal.SIGINT, 2, 130, STOPPED, {}, id="SIGINT"),
+        pytest.param(signal.SIGUSR1, 10, 138, STOPPED, {}, id="SIGUSR1"),
+        pytest.param(signal.SIGTERM, 15, 143, BY_A_SHELL, {}, id="a shell in between"),
+        pytest.param(signal.SIGTERM, 15, 143, BY_A_SHELL, OF_A_RANK, id="a shell that inherited a rank's variables"),
+        pytest.param(signal.SIGKILL, 15, -9, STOPPED, {}, id="the run is killed"),
+        pytest.param(signal.SIGHUP, 15, 143, STOPPED, {}, id="its terminal is closed"),
+    ],
+)
+def test_a_stop_is_passed_on_and_ranks_may_save(
+    tmp_path: Path, number: int, told: int, code: int, command: list[str], environ: dict[str, str]
+) -> None:
+    write(tmp_path, STOPPABLE)
+    job, said = run_and_stop(tmp_path, [*RUN, "--max-restarts", "3", "--", *command], number, environ=environ)
+    assert (job.code, messages(job), job.left) == (code, [], ())
+    assert said == [[f"told {told}\n", "saved\n"]]
 
 
 def test_a_stop_ends_a_command_that_does_not_handle_it(tmp_path: Path) -> None:
     program = "open('rank 0', 'w').write('started\\n')\nimport signal\nwhile True: signal.pause()"
     command = [*RUN, "--max-restarts", "3", "--", *write(tmp_path, program)]
-    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [signal.SIGUSR1]))
+    job, _ = run_and_stop(tmp_path, command, signal.SIGUSR1)
     assert (job.code, job.stderr, job.left) == (128 + signal.SIGUSR1, "", ())
-
-
-def test_a_shell_in_between_does_not_keep_a_stop_from_the_program(tmp_path: Path) -> None:
-    heard: dict[int, list[str]] = {}
-    program = " ".join(write(tmp_path, STOPPABLE))
-    command = [*RUN, "--max-restarts", "3", "--", "sh", "-c", f"{program} 0.5; exit $?"]
-    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [signal.SIGTERM], heard=heard))
-    assert (job.code, job.left) == (143, ())
-    assert heard == {0: ["told 15\n", "saved\n"]}
 
 
 @pytest.mark.parametrize(
@@ -191,8 +202,7 @@ def test_a_second_stop_kills(tmp_path: Path, numbers: list[int], code: int) -> N
         while True:
             signal.pause()
     """
-    command = [*RUN, "--max-restarts", "3", "--", *write(tmp_path, program)]
-    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, numbers))
+    job, _ = run_and_stop(tmp_path, [*RUN, "--max-restarts", "3", "--", *write(tmp_path, program)], *numbers)
     assert (job.code, job.stderr, job.left) == (code, "", ())
 
 
@@ -222,17 +232,6 @@ def test_orphans_end_with_the_command(tmp_path: Path) -> None:
     assert (job.code, len(messages(job)), job.left) == (1, 2, ())
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, 143)])
-def test_ranks_may_save_when_their_run_is_killed_or_its_terminal_closed(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
-    heard: dict[int, list[str]] = {}
-    command = [*RUN, "--max-restarts", "3", "--", *write(tmp_path, STOPPABLE), "0.5"]
-    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [number], heard=heard))
-    assert (job.code, job.left) == (code, ())
-    assert heard == {0: ["told 15\n", "saved\n"]}
-
-
 # The command dies of a SIGTERM, and leaves two behind that don't, one of them in a session of its own.
 LEAVING = """
     import subprocess
@@ -244,25 +243,20 @@ LEAVING = """
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
 def test_a_killed_run_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    command = [*RUN, "--", *write(tmp_path, LEAVING)]
-    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [number]))
+    job, _ = run_and_stop(tmp_path, [*RUN, "--", *write(tmp_path, LEAVING)], number)
     assert (job.code, job.left) == (-number if number == signal.SIGKILL else 143, ())
 
 
+def supervisor_of(process: subprocess.Popen[bytes]) -> psutil.Process:
+    (supervisor,) = psutil.Process(process.pid).children()
+    return supervisor
+
+
 def test_a_command_whose_supervisor_is_killed_is_stopped(tmp_path: Path) -> None:
-    heard: dict[int, list[str]] = {}
-
-    def kill_supervisor(process: subprocess.Popen[bytes]) -> None:
-        with (tmp_path / "rank 0").open() as pipe:
-            assert pipe.readline() == "started\n"
-            (supervisor,) = psutil.Process(process.pid).children()
-            supervisor.kill()
-            heard[0] = pipe.readlines()
-
-    os.mkfifo(tmp_path / "rank 0")
-    job = run_job([*RUN, "--", *write(tmp_path, STOPPABLE), "0"], tmp_path, meanwhile=kill_supervisor)
+    write(tmp_path, STOPPABLE)
+    job, heard = run_and_stop(tmp_path, [*RUN, "--", *STOPPED], first=lambda process: supervisor_of(process).kill())
     assert job.code == 137
-    assert heard == {0: ["told 15\n", "saved\n"]}
+    assert heard == [["told 15\n", "saved\n"]]
     (said,) = messages(job)
     assert re.fullmatch(
         r"unitrain run: its supervisor \(pid \d+\) was killed by SIGKILL; the command gets a SIGTERM\.", said
@@ -271,36 +265,27 @@ def test_a_command_whose_supervisor_is_killed_is_stopped(tmp_path: Path) -> None
 
 def test_ranks_that_do_not_stop_are_killed_after_a_while(tmp_path: Path) -> None:
     program = """
-        import signal, sys
+        import os, signal, sys
         from unitrain.job.starting import supervisor
         supervisor._HANGUP_S = 1.0
         sys.exit(supervisor.supervise(os.getppid(), 0, ["sh", "-c", sys.argv[1]]))
     """
-    write(tmp_path, f"import os\n{textwrap.dedent(program)}")
     ignores = "trap '' TERM; echo started > 'rank 0'; while true; do sleep 600; done"
-    command = [sys.executable, "program.py", ignores]
-    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [signal.SIGHUP]))
+    job, _ = run_and_stop(tmp_path, [*write(tmp_path, program), ignores], signal.SIGHUP)
     assert (job.code, job.left) == (129, ())
 
 
 def test_nohup_keeps_a_run_alive(tmp_path: Path) -> None:
-    heard: dict[int, list[str]] = {}
-    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *RUN, "--", *write(tmp_path, STOPPABLE), "0"]
-    os.mkfifo(tmp_path / "rank 0")
+    def hang_up(process: subprocess.Popen[bytes]) -> None:
+        for pid in (process.pid, supervisor_of(process).pid):
+            os.kill(pid, signal.SIGHUP)
+        time.sleep(2)  # it looks for signals every second
 
-    def hang_up_first(process: subprocess.Popen[bytes]) -> None:
-        with (tmp_path / "rank 0").open() as pipe:
-            assert pipe.readline() == "started\n"
-            supervisors = psutil.Process(process.pid).children()
-            for pid in (process.pid, *(supervisor.pid for supervisor in supervisors)):
-                os.kill(pid, signal.SIGHUP)
-            time.sleep(2)  # it looks for signals every second
-            process.send_signal(signal.SIGTERM)
-            heard[0] = pipe.readlines()
-
-    job = run_job(command, tmp_path, meanwhile=hang_up_first)
+    write(tmp_path, STOPPABLE)
+    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *RUN, "--", *STOPPED]
+    job, said = run_and_stop(tmp_path, command, signal.SIGTERM, first=hang_up)
     assert (job.code, job.left) == (143, ())
-    assert heard == {0: ["told 15\n", "saved\n"]}
+    assert said == [["told 15\n", "saved\n"]]
 
 
 def test_a_run_ends_nothing_that_it_has_not_started(tmp_path: Path) -> None:
@@ -343,11 +328,10 @@ def test_ranks_have_the_time_that_they_need_to_stop(
     tmp_path: Path, launcher: str, number: signal.Signals, needs_s: float, code: int
 ) -> None:
     write(tmp_path, STOPPABLE)
-    heard: dict[int, list[str]] = {}
     command = [*RUN, "--max-restarts", "3", "--", *LAUNCHERS[launcher], "program.py", str(needs_s)]
-    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [number], ranks=2, heard=heard))
+    job, said = run_and_stop(tmp_path, command, number, ranks=2)
     assert (job.code, messages(job), job.left) == (code, [], ()), job.output
-    assert heard == {rank: [f"told {number:d}\n", "saved\n"] for rank in range(2)}
+    assert said == [[f"told {number:d}\n", "saved\n"]] * 2
 
 
 @pytest.mark.launcher
@@ -368,12 +352,3 @@ def test_a_job_of_mpirun_is_started_again_when_a_rank_is_killed(tmp_path: Path) 
     assert (job.code, job.left) == (0, ()), job.output
     assert re.search(r"mpirun ended with exit code 137 after .* s; restart 1 of 1", messages(job)[0])
     assert all(f"rank {rank} is done" in job.stdout for rank in range(2))
-
-
-def test_inherited_variables_of_a_rank_make_none_of_a_shell(tmp_path: Path) -> None:
-    heard: dict[int, list[str]] = {}
-    command = [*RUN, "--", "sh", "-c", f"{' '.join(write(tmp_path, STOPPABLE))} 0; exit $?"]
-    meanwhile = stop_when_started(tmp_path, [signal.SIGTERM], heard=heard)
-    job = run_job(command, tmp_path, environ={"RANK": "0", "WORLD_SIZE": "1"}, meanwhile=meanwhile)
-    assert job.code == 143
-    assert heard == {0: ["told 15\n", "saved\n"]}

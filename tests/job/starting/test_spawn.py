@@ -44,20 +44,6 @@ def script(tmp_path: Path) -> list[str]:
     return forked_python.command(str(tmp_path / "script.py"), str(tmp_path / "out"))
 
 
-@pytest.mark.soak
-def test_spawn_from_a_script(script: list[str]) -> None:
-    subprocess.run([*script, "work"], check=True, timeout=60)
-    assert {path.name for path in Path(script[-1]).iterdir()} == {"rank0of2", "rank1of2"}
-
-
-@pytest.mark.all("two interpreters; the test of a mistake starts them, too")
-def test_spawn_raises_what_a_rank_raised(script: list[str]) -> None:
-    run = subprocess.run([*script, "raise"], timeout=60, capture_output=True, text=True)
-    assert run.returncode == 1
-    assert "rank 1: Traceback" in run.stderr
-    assert run.stderr.endswith("ValueError: on purpose\n")
-
-
 def test_spawn_tells_of_a_mistake_without_frames_of_the_library(script: list[str]) -> None:
     run = subprocess.run([*script, "mistake"], timeout=60, capture_output=True, text=True)
     assert run.returncode == 1

@@ -55,6 +55,17 @@ class DropsARankOfReductions(_Reducing):
         return super().reduced(everyone[:-1], op)
 
 
+class DropsARankOfGradients(StoreBackend):
+    """Reduces right in its self-test, and trains another model."""
+
+    name = "drops_a_rank_of_gradients"
+
+    def all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+        if self.rank == 1 and name.startswith("gradients"):
+            tensor.zero_()
+        return super().all_reduce(tensor, op, name)
+
+
 class LacksHalfTypes(_Reducing):
     name = "lacks_half_types"
 

@@ -168,20 +168,8 @@ def cluster(folder: Path, count: int, *, own_names_are_loopback: bool = False) -
         _ip("-n", switch, "link", "set", "switch", "up")
         for host, namespace in enumerate(namespaces):
             _add_namespace(stack, namespace)
-            _ip(
-                "link",
-                "add",
-                "eth0",
-                "netns",
-                namespace,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                f"port{host}",
-                "netns",
-                switch,
-            )
+            port = f"eth0 netns {namespace} type veth peer name port{host} netns {switch}"
+            _ip("link", "add", *port.split())
             _ip("-n", switch, "link", "set", f"port{host}", "master", "switch", "up")
             _ip("-n", namespace, "addr", "add", f"{addresses[host]}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "eth0", "up")
