@@ -22,7 +22,7 @@ Finish = Callable[[], None]
 
 
 class Exchange:
-    """Overwrites parameters on all ranks: each rank sends what it owns.
+    """Overwrites parameters on all ranks: each rank sends those that it owns.
 
     ``owned`` has the parameters of each rank; ``name`` identifies the collectives. Both are the same on all ranks.
     """
@@ -56,14 +56,15 @@ class Exchange:
     @torch.no_grad()
     def __call__(self) -> None:
         """Overwrite the parameters. Collective."""
+        # First the large ones, which need no buffer: they are on their way while small ones are packed and copied.
         finishes = [start() for start in self._large]
         finish: Finish = lambda: None  # noqa: E731  (what was sent before)
         for start in self._small:
             following = start()
             finish()
             finish = following
-        for one in (finish, *finishes):
-            one()
+        for wait in (finish, *finishes):
+            wait()
 
     def _broadcast(self, parameters: list[Tensor], owner: int, name: str) -> Finish:
         ranks, first = self._collectives, parameters[0]
@@ -87,9 +88,9 @@ class Exchange:
 
     def _gather(self, of_ranks: Sequence[list[Tensor]], size: int, name: str) -> Finish:
         ranks = self._collectives
-        own = of_ranks[ranks.rank]
-        padding = torch.empty(size - sum(p.nbytes for p in own), dtype=torch.uint8, device=ranks.device)
-        packed = [_packed(own).view(torch.uint8)] if own else []
+        mine = of_ranks[ranks.rank]
+        padding = torch.empty(size - sum(p.nbytes for p in mine), dtype=torch.uint8, device=ranks.device)
+        packed = [_packed(mine).view(torch.uint8)] if mine else []
         wait = ranks.all_gather_async(torch.cat([*packed, padding]), name)
 
         def finish() -> None:
@@ -106,7 +107,7 @@ def _packed(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(flat: Tensor, parameters: list[Tensor]) -> None:
-    """Overwrite parameters with what ``_packed`` has made of them on another rank."""
+    """Overwrite parameters with those that another rank has ``_packed``."""
     sizes = [p.numel() for p in parameters]
     parts = torch.split(flat[: sum(sizes)], sizes)
     torch._foreach_copy_(parameters, [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)])
