@@ -93,7 +93,7 @@ class Collectives:
         if self.world_size == 1 or not tensor.numel():
             return tensor.unsqueeze(0).repeat(self.world_size, *[1] * tensor.dim())
         gather = self.all_gather_async
-        gathered = self._complete(lambda: gather(_as_bytes(tensor), "all_gather")(), "all_gather", tensor)
+        gathered = self._complete(lambda: gather(as_bytes(tensor), "all_gather")(), "all_gather", tensor)
         return gathered.view(tensor.dtype).view(self.world_size, *tensor.shape)
 
     def all_gather_padded(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -106,7 +106,7 @@ class Collectives:
         """Overwrite a contiguous tensor with rank ``src``'s, and return it. Collective."""
         if self.world_size > 1 and tensor.numel():
             send = self._backend.broadcast
-            self._complete(lambda: send(_as_bytes(tensor), src, "broadcast")(), "broadcast", tensor, f"src={src}")
+            self._complete(lambda: send(as_bytes(tensor), src, "broadcast")(), "broadcast", tensor, f"src={src}")
         return tensor
 
     def barrier(self) -> None:
@@ -179,6 +179,6 @@ def _marked(mark: Mark, start: Callable[P, Callable[[], T]]) -> Callable[P, Call
     return marked
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat view of a tensor's bytes, so that a backend need not support its dtype to move it."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a flat view of a contiguous tensor's bytes, so that a backend need not support its dtype to move it."""
     return tensor.reshape(-1).view(torch.uint8)

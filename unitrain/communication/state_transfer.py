@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unitrain.communication import plain_data
+from unitrain.communication.collectives import as_bytes
 from unitrain.communication.communicator import Communicator
 
 BUFFER_BYTES = 2**21  # larger ones cost more memory than their size: allocators and gloo keep several
-_ALIGNMENT = 16  # of the largest dtype, complex128
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 Keys = tuple[Any, ...]
@@ -210,15 +210,19 @@ def broadcast_tensors(
         for pair in _by_shard(communicator, target, source)
     )
     for pieces in _buffers(pairs):
-        buffer = torch.empty(_slots_end(pieces), dtype=torch.uint8, device=communicator.device)
+        sizes = [target.nbytes for target, _ in pieces]
         if sends:
-            for (_, source), slot in _with_slots(pieces, buffer):
-                slot.copy_(source)
+            buffer = torch.cat(
+                [as_bytes(source.to(communicator.device, target.dtype).contiguous()) for target, source in pieces]
+            )
             sent()
-        buffer = communicator.broadcast(buffer, src)
-        for (target, source), slot in _with_slots(pieces, buffer):
+        else:
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=communicator.device)
+        communicator.collectives.broadcast(buffer, src)
+        for (target, source), part in zip(pieces, torch.split(buffer, sizes), strict=True):
             if not (sends and _same_memory(target, source)):
-                target.copy_(slot)
+                # A copy, since the bytes of a tensor may begin where its dtype can't.
+                target.copy_(part.clone().view(target.dtype).view(target.shape))
 
 
 @torch.no_grad()
@@ -266,12 +270,11 @@ def _buffers(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pieces]:
     size = 0
     for pair in pairs:
         for piece in _pieces(*pair):
-            length = _aligned(piece[0].nbytes)
-            if pieces and size + length > BUFFER_BYTES:
+            if pieces and size + piece[0].nbytes > BUFFER_BYTES:
                 yield pieces
                 pieces, size = [], 0
             pieces.append(piece)
-            size += length
+            size += piece[0].nbytes
     if pieces:
         yield pieces
 
@@ -286,19 +289,3 @@ def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         rows = max(1, BUFFER_BYTES * len(target) // target.nbytes)
         for start in range(0, len(target), rows):
             yield from _pieces(target[start : start + rows], source[start : start + rows])
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _slots_end(pieces: Pieces) -> int:
-    return sum(_aligned(target.nbytes) for target, _ in pieces)
-
-
-def _with_slots(pieces: Pieces, buffer: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
-    """Yield each piece with its part of the buffer, as a tensor of its shape and dtype."""
-    start = 0
-    for target, source in pieces:
-        yield (target, source), buffer[start : start + target.nbytes].view(target.dtype).view(target.shape)
-        start += _aligned(target.nbytes)
