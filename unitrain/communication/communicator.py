@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
@@ -15,6 +14,7 @@ from unitrain.communication.objects import ObjectTransport
 from unitrain.communication.sharding import Sharding
 from unitrain.errors import UnitrainError, UsageError, by_rank
 from unitrain.pulse import Pulse
+from unitrain.rng import derived_seed
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -215,8 +215,8 @@ def check_same_form(collectives: Collectives, tensor: Tensor) -> None:
         UsageError: they don't; on every rank.
     """
     form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    digest = hashlib.blake2b(form.encode(), digest_size=8).digest()
-    digests = collectives.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(collectives.device))
+    digest = torch.tensor(derived_seed(form) >> 1, device=collectives.device)  # 63 bits, for an int64
+    digests = collectives.all_gather(digest)
     if (digests != digests[0]).any():
         forms = by_rank(enumerate(ObjectTransport(collectives, None).all_gather(form, pickles=False)))
         raise UsageError(

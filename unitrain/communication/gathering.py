@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unitrain.communication.communicator import Communicator, check_same_form, communicable
 from unitrain.errors import UsageError, by_rank
+from unitrain.rng import derived_seed
 
 
 class Gathering:
@@ -95,8 +95,7 @@ class _Part(NamedTuple):
         if not self.leaves or any(isinstance(leaf, list) for leaf in self.leaves):
             return [0, 0, 0]
         rows = {len(leaf) for leaf in self.leaves}
-        digest = hashlib.blake2b(self.form.encode(), digest_size=8).digest()
-        return [1, int.from_bytes(digest, "big", signed=True), rows.pop() if len(rows) == 1 else -1]
+        return [1, derived_seed(self.form) >> 1, rows.pop() if len(rows) == 1 else -1]
 
     def description(self) -> list[Any]:
         """Return the form, and for each leaf its shape, or its objects."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,34 +18,23 @@ FEATURE = "_feature."
 """Begins the keys of features' parts, as no name of a script's object does."""
 
 
+@dataclass(eq=False)
 class SavedState:
     """The saved state of one part, while it is loaded.
 
-    Args:
+    Attributes:
         communicator: the communicator of this process.
-        outline: as the attribute.
+        outline: the state with the forms of tensors in place of the tensors, the same on all ranks.
         source: the state itself, on rank 0.
         sent: called on rank 0 when something has been sent.
         fill: overwrites tensors that several ranks have written, given the optimizer that they are of, if any.
-
-    Attributes:
-        outline: the state with the forms of tensors in place of the tensors, the same on all ranks.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        outline: Any,
-        source: Any,
-        *,
-        sent: Sent = lambda: None,
-        fill: Callable[[Optimizer | None, Triples], object] = lambda optimizer, triples: None,
-    ) -> None:
-        self.outline: Any = outline
-        self._communicator = communicator
-        self._source = source
-        self._sent = sent
-        self._fill = fill
+    communicator: Communicator
+    outline: Any
+    source: Any
+    sent: Sent
+    fill: Callable[[Optimizer | None, Triples], object]
 
     def receive(self, into: Any = None, new: New = _NEEDED) -> Any:
         """Return the state on every rank. Collective.
@@ -53,13 +43,13 @@ class SavedState:
             into: nested state of this rank, whose tensors are overwritten and returned, where they have the same form.
             new: makes the other tensors; by default on the CPU. ``state_transfer.needed`` leaves out some of them.
         """
-        fill = partial(self._fill, None)
-        return receive(self._communicator, self.outline, self._source, into=into, new=new, sent=self._sent, fill=fill)
+        fill = partial(self.fill, None)
+        return receive(self.communicator, self.outline, self.source, into=into, new=new, sent=self.sent, fill=fill)
 
     def load_into(self, optimizer: Optimizer) -> None:
         """Load the state into an optimizer, in place. Collective."""
-        fill = partial(self._fill, optimizer)
-        receive_optimizer(self._communicator, optimizer, self.outline, self._source, sent=self._sent, fill=fill)
+        fill = partial(self.fill, optimizer)
+        receive_optimizer(self.communicator, optimizer, self.outline, self.source, sent=self.sent, fill=fill)
 
 
 class StatePart:

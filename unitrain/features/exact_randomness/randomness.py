@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -147,13 +147,13 @@ class ExactRandomness(Feature, ModulePass):
 
 
 def _states_of_others() -> Any:
-    """Return what changes when python's or numpy's generator is drawn from."""
+    """Return a state that changes when python's or numpy's generator is drawn from."""
     numpys = np.random.get_state(legacy=False)["state"]
     return random.getstate(), numpys["pos"], int(numpys["key"][0])
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces what operators draw.
+    """Replaces the random numbers that operators draw.
 
     Attributes:
         samples: a hash for each sample of the batch; None if the batch is unknown.
@@ -183,7 +183,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"exact_randomness does not cover {func.name()}: of the operators that draw random numbers, it covers "
                 f"dropout, bernoulli, rand, randint, uniform_, randn and normal_.{hint}"
             )
-        sizes = next((one for one in args if isinstance(one, (list, tuple))), None)  # of a factory function
+        sizes = next((value for value in args if isinstance(value, (list, tuple))), None)  # of a factory function
         shape = tuple(args[0].shape if sizes is None else sizes)
         if shape and not self.in_forward and (self.samples is None or shape[0] != len(self.samples)):
             return func(*args, **kwargs)  # of a hook of a gradient, say
@@ -230,19 +230,17 @@ def _dropout(draw: SampleDraw, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
 def _in_range(draw: SampleDraw, args: Any, kwargs: Any) -> Tensor:
     low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
     high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
-    found: Tensor = args[0].copy_(low + draw.uniform(args[0].dtype) * (high - low))
-    return found
+    return cast(Tensor, args[0].copy_(low + draw.uniform(args[0].dtype) * (high - low)))
 
 
 def _normally(draw: SampleDraw, args: Any, kwargs: Any) -> Tensor:
     mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
     deviation = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
-    found: Tensor = args[0].copy_(mean + draw.normal(args[0].dtype) * deviation)
-    return found
+    return cast(Tensor, args[0].copy_(mean + draw.normal(args[0].dtype) * deviation))
 
 
 def _made(draw: Callable[[torch.dtype], Tensor], args: Any, kwargs: Any) -> Tensor:
-    """Return what was drawn, with the dtype and device that a factory function was given."""
+    """Return drawn numbers with the dtype and device that a factory function was given."""
     like = args[0] if isinstance(args[0], Tensor) else None
     dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
     device = kwargs.get("device") or (torch.get_default_device() if like is None else like.device)
@@ -251,8 +249,8 @@ def _made(draw: Callable[[torch.dtype], Tensor], args: Any, kwargs: Any) -> Tens
 
 def _integers(draw: SampleDraw, args: Any, kwargs: Any) -> Tensor:
     low, high = (0, args[0]) if len(args) == 2 else args[:2]  # the last is the size
-    found: Tensor = (low + draw.uniform(torch.float64) * (high - low)).floor().clamp(max=high - 1)
-    return found.to(kwargs.get("device") or torch.get_default_device(), kwargs.get("dtype") or torch.int64)
+    drawn: Tensor = (low + draw.uniform(torch.float64) * (high - low)).floor().clamp(max=high - 1)
+    return drawn.to(kwargs.get("device") or torch.get_default_device(), kwargs.get("dtype") or torch.int64)
 
 
 _REPLACEMENTS: dict[Any, Callable[[SampleDraw, Any, Any], Any]] = {

@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,6 +22,7 @@ from unitrain.url import is_url
 _REQUEST = "profile"
 
 
+@dataclass(eq=False)
 class Profile(Feature):
     """Records a few of the next steps with torch's profiler, on several ranks, in one trace. Adding it is collective.
 
@@ -45,32 +47,27 @@ class Profile(Feature):
         >>> strategy.add(Profile("runs/a", steps=4, skip=4))
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        steps: int = 4,
-        skip: int = 4,
-        ranks: Sequence[int] | None = None,
-        memory: bool = False,
-        on_signal: int | None = None,
-    ) -> None:
-        self._folder, self._steps, self._skip, self._ranks, self._memory = folder, steps, skip, ranks, memory
-        self._on_signal = on_signal
-        self._closed = False
+    folder: str | Path
+    _: KW_ONLY
+    steps: int = 4
+    skip: int = 4
+    ranks: Sequence[int] | None = None
+    memory: bool = False
+    on_signal: int | None = None
+    _closed: bool = field(default=False, init=False)
 
     def plug_in(self, sockets: Sockets) -> None:
         """Begin, or wait for the signal."""
         self._sockets = sockets
-        ranks = range(sockets.communicator.world_size) if self._ranks is None else self._ranks
-        self._plan = ProfilePlan(self._folder, self._steps, self._skip, ranks, self._memory)
-        if self._on_signal is None and self._is_recording:
+        ranks = range(sockets.communicator.world_size) if self.ranks is None else self.ranks
+        self._plan = ProfilePlan(self.folder, self.steps, self.skip, ranks, self.memory)
+        if self.on_signal is None and self._is_recording:
             raise UsageError("a profile was added while another profile has not ended: add it later.")
         _check(self._plan, sockets.communicator)
-        if self._on_signal is None:
+        if self.on_signal is None:
             self._begin()
         else:
-            self._listen(signal.Signals(self._on_signal))
+            self._listen(signal.Signals(self.on_signal))
 
     @property
     def _is_recording(self) -> bool:

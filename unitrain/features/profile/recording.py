@@ -1,4 +1,4 @@
-"""``Recording``: a few steps of several ranks in one trace, with what each rank waits for, on every backend."""
+"""``Recording``: a few steps of several ranks in one trace, with the waits of each rank, on every backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANCHOR = "unitrain: clock"
 
 
 class ProfilePlan(NamedTuple):
-    """What to record: ``steps`` steps of some ranks after ``skip`` others, the last of which warms torch's profiler up.
+    """A plan: ``steps`` steps of some ranks after ``skip`` others, the last of which warms torch's profiler up.
 
     With ``memory`` the trace shows how much torch has allocated, and these ranks write snapshots of their GPUs' memory.
     """
@@ -35,7 +35,7 @@ class ProfilePlan(NamedTuple):
 
 
 class Recording(StepHook):
-    """Records what is planned, once it is a hook, and is none any more when rank 0 has written the trace.
+    """Records the planned steps, from when it is a hook until rank 0 has written the trace.
 
     Args:
         communicator: the communicator of this process.
@@ -91,7 +91,7 @@ class Recording(StepHook):
         self._call.close()
 
     def at_end(self) -> None:
-        """Write what was recorded so far. Collective."""
+        """Write the steps that were recorded so far. Collective."""
         self._end()
         self._communicator.barrier()  # no rank ends communication before rank 0 has all parts
 
@@ -116,7 +116,7 @@ class Recording(StepHook):
             print_stderr(f"unitrain: nothing was profiled: the run ended after step {last}.")
 
     def _write_snapshot(self) -> None:
-        """Write what torch has allocated on this rank's GPU, with the stack of each call."""
+        """Write the allocations of torch on this rank's GPU, with the stack of each call."""
         file = self._folder / f"memory-step{self._first}-rank{self._communicator.rank}.pickle"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)  # perhaps on another host than rank 0's
@@ -130,8 +130,8 @@ class Recording(StepHook):
         offsets, error, _ = compare_clocks(self._communicator)
         error = max(error, self._error) + (offsets - self._offsets).abs().max().item() / 2  # clocks drift
         offset = (offsets + self._offsets)[ranks.rank].item() / 2
-        own = self._part(offset) if ranks.rank in self._ranks else b""
-        parts = (ranks.broadcast_data(own, src) for src in self._ranks)
+        part = self._part(offset) if ranks.rank in self._ranks else b""
+        parts = (ranks.broadcast_data(part, src) for src in self._ranks)
         if ranks.is_main:
             try:
                 write_trace(file, parts)

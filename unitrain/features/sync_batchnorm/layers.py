@@ -78,18 +78,18 @@ class _HasActivation(SyncBatchNorm):
 def _synced(plain: type[nn.Module]) -> type[SyncBatchNorm] | None:
     """Return the synchronised class of a BatchNorm class; None for a subclass: its forward may be different."""
     timm = sys.modules.get("timm.layers")
-    own: dict[str, Any] = {"plain": plain, "local_forward": plain.forward}
+    attributes: dict[str, Any] = {"plain": plain, "local_forward": plain.forward}
     bases: tuple[type, ...]
     if plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         bases = (SyncBatchNorm, plain)
     elif plain is nn.SyncBatchNorm:
         bases = (_OfAnyDimension,)  # torch's DDP refuses subclasses of its own on CPUs
-        own["local_forward"] = _BatchNorm.forward
+        attributes["local_forward"] = _BatchNorm.forward
     elif timm is not None and plain is timm.BatchNormAct2d:
         bases = (_HasActivation, nn.BatchNorm2d)
     else:
         return None
-    return type(f"Sync{plain.__name__}", bases, own)
+    return type(f"Sync{plain.__name__}", bases, attributes)
 
 
 def synchronise(

@@ -28,7 +28,7 @@ _RANKS: weakref.WeakValueDictionary[int, LayerContext] = weakref.WeakValueDictio
 
 
 class LayerContext:
-    """What a layer needs of the run.
+    """The parts of the run that a layer needs.
 
     A compiled graph refers to it by its ``key``, since the arguments of a custom operator are tensors and plain values.
     What changes between steps, such as whether the batch is a stand-in, is thus read when the graph runs.
@@ -68,7 +68,7 @@ class BatchStatistics(NamedTuple):
     """Variance of each channel, without Bessel's correction, in float64."""
     total: Tensor
     """Number of rows of all ranks, as a float64."""
-    own: int | Tensor
+    local: int | Tensor
     """Number of rows of this rank; 0 for a stand-in. In a graph, a tensor on the CPU."""
 
 
@@ -119,7 +119,7 @@ def _gradients(
     """Return the gradients of the input (None unless ``of_input``), of the weight and of the bias. Collective."""
     kind, channels = _computed_in(x), x.size(1)
     mean, variance = statistics.mean.to(kind), statistics.variance.to(kind)
-    if statistics.own:
+    if statistics.local:
         # The gradients for given statistics. That of the input lacks the part through the statistics.
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, None, None, False, eps,
@@ -135,7 +135,7 @@ def _gradients(
     sums = torch.cat([grad_bias, grad_weight]).double().to(ranks.communicator.device)
     ranks.communicator.collectives.all_reduce_async(sums, "sum", f"{name}.backward")()
     sums = sums.to(x.device)
-    if of_input and statistics.own:
+    if of_input and statistics.local:
         inverse_std = torch.rsqrt(variance + eps)
         scale = inverse_std if weight is None else inverse_std * weight.to(kind)
         by_bias, by_weight = (sums / statistics.total).to(kind).neg_().mul_(scale.repeat(2)).view(2, channels)
@@ -170,7 +170,7 @@ class _Normalise(torch.autograd.Function):
         kind = _computed_in(x)
         mean, variance = statistics.mean.to(kind), statistics.variance.to(kind)
         ctx.save_for_backward(x, weight, mean, variance, statistics.total)
-        ctx.plain = statistics.own, eps, ranks, name
+        ctx.plain = statistics.local, eps, ranks, name
         return _normalised(x, weight, bias, mean, variance, eps)
 
     @staticmethod

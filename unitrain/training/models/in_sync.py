@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,29 +29,27 @@ _ROUNDING = 1e-3
 _FACTOR = 6364136223846793005  # odd; of a linear congruential generator (Knuth)
 
 
+@dataclass(eq=False)
 class InSyncCheck(StepHook):
     """Checks all prepared models, and the options of all optimizers, at the end of each training epoch.
 
-    Args:
+    Attributes:
         communicator: of this process.
         prepared: the prepared modules.
         optimizers: returns the optimizers of the run, in the same order on all ranks.
     """
 
-    def __init__(
-        self, communicator: Communicator, prepared: PreparedModules, optimizers: Callable[[], list[Optimizer]]
-    ) -> None:
-        self._communicator = communicator
-        self._prepared = prepared
-        self._optimizers = optimizers
+    communicator: Communicator
+    prepared: PreparedModules
+    optimizers: Callable[[], list[Optimizer]]
 
     def at_epoch_end(self) -> None:
         """Check the models and the optimizers. Collective."""
         # First: other options are why the models differ.
-        for optimizer in self._optimizers():
-            check_optimizers(self._communicator, self._prepared, optimizer, options=True)
-        for module in self._prepared:
-            check_in_sync(self._communicator, self._prepared.unwrap(module), tolerance=_ROUNDING)
+        for optimizer in self.optimizers():
+            check_optimizers(self.communicator, self.prepared, optimizer, options=True)
+        for module in self.prepared:
+            check_in_sync(self.communicator, self.prepared.unwrap(module), tolerance=_ROUNDING)
 
 
 @torch.no_grad()
@@ -67,10 +66,9 @@ def check_in_sync(communicator: Communicator, module: nn.Module, tolerance: floa
     Raises:
         CommunicationError: a tensor differs; on every rank.
     """
-    local = [f"{name}.{key}" if name else key for name, layer in module.named_modules() if is_unsynchronised(layer)
-             for key, _ in layer.named_buffers()]  # fmt: skip
-    named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers())
-             if n not in set(local) and not communicator.sharding.is_sharded(t)]  # fmt: skip
+    local = {buffer for layer in module.modules() if is_unsynchronised(layer) for buffer in layer.buffers()}
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    named = [(name, t) for name, t in tensors if t not in local and not communicator.sharding.is_sharded(t)]
     if communicator.world_size == 1 or not named:
         return
     checksums = torch.stack([_checksum(tensor).to(communicator.device) for _, tensor in named])
