@@ -3,53 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
-from torch.optim import Optimizer
-
-from unitrain.communication.communicator import Communicator
-from unitrain.communication.state_transfer import New, Sent, Triples, needed, receive, receive_optimizer
+from unitrain.communication.state_transfer import SentState
 from unitrain.errors import UsageError
 
-_NEEDED = needed(lambda path: True)
 FEATURE = "_feature."
 """Begins the keys of features' parts, as no name of a script's object does."""
-
-
-@dataclass(eq=False)
-class SavedState:
-    """The saved state of one part, while it is loaded.
-
-    Attributes:
-        communicator: the communicator of this process.
-        outline: the state with the forms of tensors in place of the tensors, the same on all ranks.
-        source: the state itself, on rank 0.
-        sent: called on rank 0 when something has been sent.
-        fill: overwrites tensors that several ranks have written, given the optimizer that they are of, if any.
-    """
-
-    communicator: Communicator
-    outline: Any
-    source: Any
-    sent: Sent
-    fill: Callable[[Optimizer | None, Triples], object]
-
-    def receive(self, into: Any = None, new: New = _NEEDED) -> Any:
-        """Return the state on every rank. Collective.
-
-        Args:
-            into: nested state of this rank, whose tensors are overwritten and returned, where they have the same form.
-            new: makes the other tensors; by default on the CPU. ``state_transfer.needed`` leaves out some of them.
-        """
-        fill = partial(self.fill, None)
-        return receive(self.communicator, self.outline, self.source, into=into, new=new, sent=self.sent, fill=fill)
-
-    def load_into(self, optimizer: Optimizer) -> None:
-        """Load the state into an optimizer, in place. Collective."""
-        fill = partial(self.fill, optimizer)
-        receive_optimizer(self.communicator, optimizer, self.outline, self.source, sent=self.sent, fill=fill)
 
 
 class StatePart:
@@ -91,7 +51,7 @@ class StatePart:
         """
         return saved
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
         raise NotImplementedError
 
@@ -143,6 +103,7 @@ class States:
 
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return the states by name, and the loaded states that no object has taken yet: the next run may take them."""
+        # The next run may add the objects that this one does not have.
         return {**self.waiting, **{name: stateful.state_dict() for name, stateful in self._objects.items()}}
 
     def load(self, states: Mapping[str, dict[str, Any]]) -> None:

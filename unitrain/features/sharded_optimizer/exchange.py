@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.state_transfer import in_chunks
 
 LARGE = 2**20  # bytes of a parameter that is sent from and into its own memory, without a copy
 BUFFER_BYTES = 2**24  # of all ranks together; one buffer is on its way while the one before is copied
@@ -39,7 +40,8 @@ class Exchange:
                 else:
                     small[p.dtype][owner].append(p)
         for by_rank in small.values():
-            chunks = [_chunks(parameters, BUFFER_BYTES // len(owned)) for parameters in by_rank]
+            most = BUFFER_BYTES // len(owned)
+            chunks = [in_chunks(parameters, lambda p: p.nbytes, most) for parameters in by_rank]
             for of_ranks in zip_longest(*chunks, fillvalue=[]):
                 self._add(of_ranks, f"{name}.{len(self._small)}")
 
@@ -111,16 +113,3 @@ def _unpack(flat: Tensor, parameters: list[Tensor]) -> None:
     sizes = [p.numel() for p in parameters]
     parts = torch.split(flat[: sum(sizes)], sizes)
     torch._foreach_copy_(parameters, [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)])
-
-
-def _chunks(parameters: list[Tensor], most: int) -> list[list[Tensor]]:
-    """Divide parameters into lists of at most so many bytes, and at least one parameter."""
-    chunks: list[list[Tensor]] = []
-    size = 0
-    for p in parameters:
-        if not chunks or size + p.nbytes > most:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(p)
-        size += p.nbytes
-    return chunks

@@ -9,7 +9,7 @@ parameters in the groups. Only while the optimizer steps, they have the ones of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -56,17 +56,14 @@ class ShardedOptimizers(Feature):
             _refuse_own_state_dict(optimizer)
             name = f"parameters of optimizer {len(self._sharded)}"
             self._sharded[optimizer] = _ShardedOptimizer(optimizer, self._communicator, name)
-        self._assign(p for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        owners = self._communicator.sharding.owners
+        owners.update(divided([p for p in parameters if p not in owners], self._loads))
         self._sharded[optimizer].lay_out(optimizer)
 
     def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
         """Shard parameters that were added to an optimizer."""
         self.registered(optimizer)
-
-    def _assign(self, parameters: Iterable[Parameter]) -> None:
-        """Choose owners of new parameters."""
-        owners = self._communicator.sharding.owners
-        owners.update(divided([p for p in parameters if p not in owners], self._loads))
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """Let the hooks of scripts see all parameters."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.owned import OwnedBy
-from unitrain.communication.state_transfer import broadcast_tensors, leaves, outline, receive_optimizer
+from unitrain.communication.state_transfer import SentState, broadcast_tensors, leaves, outline
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import CurrentBatch
 from unitrain.device import devices_of
@@ -120,9 +120,7 @@ class Preparation:
             values.fill(plain)
             if values.unknown:
                 self.prepared.refuse_calls(plain, WithoutWeights(plain, values.unknown).end)
-        self.prepared.add(wrapped, module)
-        self.prepared.add_names(module)
-        self.prepared.replace(parameters, module)
+        self.prepared.add(wrapped, module, parameters)
         return wrapped
 
     def _values(self, module: nn.Module, initialise: Initialise) -> Values | None:
@@ -164,7 +162,7 @@ class Preparation:
                 comparison.check_optimizers(ranks, self.prepared, optimizer, options=expected is None)
             if expected is not None:
                 # This also moves state that was loaded or made before the parameters were moved to the device.
-                receive_optimizer(ranks, optimizer, expected, state)
+                SentState(ranks, expected, state).load_into(optimizer)
         self.register(optimizer)
 
 
