@@ -19,6 +19,7 @@ from unitrain.rng import derived_seed
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
 _ON_MAIN = "within on_main, where only rank 0 is: call it on all ranks, before on_main."
+# By name, as which an error of rank 0 reaches the other ranks.
 _ERROR_KINDS: list[type[UnitrainError]] = [UnitrainError, *UnitrainError.__subclasses__()]
 _ERRORS = {kind.__name__: kind for kind in _ERROR_KINDS}
 
@@ -64,7 +65,7 @@ class Communicator:
         if op not in ("sum", "mean", "max", "min"):
             raise UsageError(f"all_reduce supports sum, mean, max and min, not {op!r}.")
         work = communicable(self, tensor, "all_reduce")
-        if work.is_complex():
+        if work.is_complex():  # libraries can't reduce it
             raise UsageError("all_reduce does not support complex tensors: pass torch.view_as_real(tensor).")
         if op == "mean" and not work.is_floating_point():
             raise UsageError(f"the mean of a {tensor.dtype} tensor is not a {tensor.dtype}: pass tensor.float().")
@@ -163,6 +164,7 @@ class Communicator:
         outcome = self.broadcast_object(outcome)
         if "error" in outcome:
             name, text = outcome["error"]
+            # On rank 0 the error itself, which has the traceback.
             raise failure or _ERRORS[name](text)
         return cast(T, outcome["value"])
 

@@ -68,6 +68,7 @@ class ObjectTransport:
         self._exchanges += 1
         data = self.encode(value, pickles=pickles)
         sizes = ranks.all_gather(torch.tensor(data.numel(), device=ranks.device)).tolist()
+        # Checked before memory is taken for it: another program may have sent it.
         for rank, size in enumerate(sizes):
             if not 0 < size <= _MOST_BYTES:
                 raise self._unreadable(rank, f"{size} bytes")

@@ -76,6 +76,7 @@ class Sharding:
 def divided(parameters: Iterable[Parameter], sizes: list[int]) -> dict[Parameter, int]:
     """Return the part of each parameter: the largest first, each to the smallest part. Add to the parts' elements."""
     part_of = {}
+    # Largest first, so that small ones can fill what these leave uneven.
     for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):  # frozen ones have no state
         part_of[parameter] = smallest = sizes.index(min(sizes))
         sizes[smallest] += parameter.numel()

@@ -35,7 +35,7 @@ class ActivationCheckpointing(Feature, ModulePass):
     def apply(self, module: nn.Module) -> None:
         """Checkpoint the activations of a module's blocks. The hooks of a block are not run again."""
         for block in self._blocks.intersection(module.modules()):
-            self._blocks.remove(block)
+            self._blocks.remove(block)  # once, also if it is a part of several modules
             block.forward = partial(_checkpointed, block.forward)
 
     def revert(self, copy: nn.Module) -> None:
@@ -43,7 +43,7 @@ class ActivationCheckpointing(Feature, ModulePass):
         for layer in copy.modules():
             forward = vars(layer).get("forward")
             if isinstance(forward, partial) and forward.func is _checkpointed:
-                del layer.forward
+                del layer.forward  # the method of the class is behind it
 
 
 def find_blocks(modules: Sequence[nn.Module], wanted: bool | Sequence[str]) -> list[nn.Module]:

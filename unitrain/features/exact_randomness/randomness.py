@@ -27,7 +27,6 @@ from unitrain.errors import ConfigError, UsageError
 from unitrain.features.exact_randomness.draws import SampleDraw
 from unitrain.rng import derived_seed, mixed, seed_torch
 from unitrain.training.feature import Feature
-from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.passes import ModulePass
 from unitrain.training.models.precision import hook_handles
@@ -38,11 +37,6 @@ _aten = torch.ops.aten
 
 class ExactRandomness(Feature, ModulePass):
     """Enters and leaves the mode in which random numbers belong to samples: in forwards, and in their backward."""
-
-    _batches: OpenBatches
-    _device: torch.device
-    _rank: int
-    _shares: tuple[int, ...]
 
     def __init__(self) -> None:
         self._place: tuple[int, int, int, int] | None = None  # seed, epoch, step and start of the micro-batch

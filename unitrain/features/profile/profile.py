@@ -80,6 +80,7 @@ class Profile(Feature):
 
     def _listen(self, number: signal.Signals) -> None:
         """Begin on all ranks, at the same boundary, whenever this process gets a signal."""
+        # Another's handler may be what stops or requeues the job.
         if signal.getsignal(number) is not signal.SIG_DFL:
             raise UsageError(f"profile: {number.name} has a handler already (submitit's, say): choose another signal.")
         self._sockets.stopping.add_action(_REQUEST, lambda _: self._begin())
@@ -114,4 +115,4 @@ def _check(plan: ProfilePlan, communicator: Communicator) -> None:
             "a profile takes a folder on a disk, a number of steps and of steps to skip, both at least 1, and some "
             f"ranks from 0 to {communicator.world_size - 1}, not {folder}, {steps}, {skip} and {list(ranks)}."
         )
-    communicator.on_main(make_folder)
+    communicator.on_main(make_folder)  # which writes the trace; all ranks learn of an error

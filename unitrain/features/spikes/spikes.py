@@ -41,6 +41,7 @@ class Spikes(Feature):
         self._is_main, self._pulse = sockets.communicator.is_main, sockets.communicator.collectives.pulse
         self._ways_back = sockets.ways_back
         if self._policy == "rewind":
+            # Copies in memory are kept until they are so old.
             sockets.goes_back = _GOES_BACK
 
     def at_boundary(self) -> None:

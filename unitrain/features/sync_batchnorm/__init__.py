@@ -42,6 +42,6 @@ def check(config: StrategyConfig, backend: type[Backend]) -> None:
 
 def make(config: StrategyConfig) -> Feature:
     """Return the feature that replaces BatchNorm layers of modules that are prepared."""
-    from unitrain.features.sync_batchnorm.synchronisation import Synchronisation
+    from unitrain.features.sync_batchnorm.layers import Synchronisation
 
     return Synchronisation(only_torchs=not Settings.of(config).sync_batchnorm)

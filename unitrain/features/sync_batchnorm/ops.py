@@ -127,11 +127,8 @@ def _gradients(
         )  # fmt: skip
     else:
         # Without rows, or for a stand-in: its gradient is 0, and nothing depends on its statistics.
-        grad_input, grad_weight, grad_bias = (
-            torch.zeros_like(x, dtype=kind),
-            mean.new_zeros(channels),
-            mean.new_zeros(channels),
-        )
+        grad_input = torch.zeros_like(x, dtype=kind)
+        grad_weight, grad_bias = torch.zeros_like(mean), torch.zeros_like(mean)
     sums = torch.cat([grad_bias, grad_weight]).double().to(ranks.communicator.device)
     ranks.communicator.collectives.all_reduce_async(sums, "sum", f"{name}.backward")()
     sums = sums.to(x.device)

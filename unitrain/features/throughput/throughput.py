@@ -91,6 +91,7 @@ class Throughput(Feature):
         ranks = self._communicator.all_gather(torch.tensor([*since, self._peak_memory()], dtype=torch.float64))
         samples, seconds, memory = ranks[:, 0].sum().item(), ranks[:, 1].max().item(), ranks[:, 4].max().item()
         _, mean_seconds, data, step, _ = ranks.mean(0).tolist()
+        # Within its steps, a rank also waits for the others.
         outside = ranks[:, 1] - ranks[:, 3]
         slowest, median = outside.max(0), outside.median().item()
         per_second = samples / seconds if seconds else 0.0
@@ -112,7 +113,7 @@ class Throughput(Feature):
         since = perf_counter()
         if self._iterations == 0:
             self._iterating_since = since
-        self._iterations += 1
+        self._iterations += 1  # several loaders may be iterated at once, and the time counts once
         try:
             for micro_batch, batch in batches:
                 self._data += perf_counter() - since

@@ -112,6 +112,7 @@ class GradientReducer:
         self._armed = armed
         self._wire_dtype = wire_dtype
         self._overlap = overlap
+        # Of 25 MiB by default, as DDP's: smaller ones cost calls, larger ones are complete later.
         self._buckets = [
             _Bucket(group, f"{name}.{i}") for i, group in enumerate(_group(parameters, int(bucket_mb * 2**20)))
         ]

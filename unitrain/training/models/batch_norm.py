@@ -48,10 +48,10 @@ def ignore_stand_ins(modules: Iterable[nn.Module], current_batch: CurrentBatch) 
     for module in modules:
         for layer in module.modules():
             if is_unsynchronised(layer) and _IGNORES not in vars(layer):
-                vars(layer)[_IGNORES] = True
+                vars(layer)[_IGNORES] = True  # a deep copy has it too, as it has the hooks
                 hooks = _StandInHooks(current_batch)
                 layer.register_forward_pre_hook(hooks.before)
-                layer.register_forward_hook(hooks.after, always_call=True)
+                layer.register_forward_hook(hooks.after, always_call=True)  # also after an error in the forward
 
 
 @torch.no_grad()
@@ -70,6 +70,7 @@ def average_statistics(modules: Iterable[nn.Module], communicator: Communicator,
     ]
     if communicator.world_size == 1 or not buffers:
         return
+    # One call for all layers, in float64, so that each rank's share keeps its digits.
     flat = torch.cat([b.double().reshape(-1).to(communicator.device) for b in buffers]) * shares[communicator.rank]
     with communicator.collectives.pulse.within("averaging BatchNorm statistics"):
         communicator.collectives.all_reduce_async(flat, "sum", "batch_norm.statistics")()

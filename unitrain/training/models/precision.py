@@ -16,7 +16,7 @@ from unitrain.communication.communicator import Communicator
 from unitrain.config import Precision as PrecisionName
 from unitrain.device import HALF_DTYPES, devices_of, precise
 from unitrain.errors import ConfigError
-from unitrain.training.gradients.sharded_scaler import ShardedScaler
+from unitrain.training.gradients.sharded_guard import ShardedScaler
 from unitrain.training.models.passes import ModulePass
 
 _HANDLES = "unitrain_hooks"  # an attribute of modules: a deep copy has handles of its own hooks
