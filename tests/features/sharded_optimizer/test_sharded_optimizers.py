@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain import Strategy, UsageError
 from unitrain.commands.cli import main
-from unitrain.communication.owned import OwnedBy
+from unitrain.communication.sharding import OwnedBy
 from unitrain.data.structure import tensors
 from unitrain.features.ema import EMA
 from unitrain.features.sharded_optimizer.optimizers import ShardedOptimizers

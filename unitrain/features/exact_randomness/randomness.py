@@ -41,7 +41,7 @@ class ExactRandomness(Feature, ModulePass):
     def __init__(self) -> None:
         self._place: tuple[int, int, int, int] | None = None  # seed, epoch, step and start of the micro-batch
         self._forwards = 0  # of this micro-batch
-        self._mode = _Mode()
+        self._mode = _Mode()  # type: ignore[no-untyped-call]
         self._entered: list[tuple[Tensor, Any] | None] = []
 
     def plug_in(self, sockets: Sockets) -> None:
@@ -155,11 +155,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         in_update: whether an optimizer steps, where none is.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.samples: Tensor | None = None
-        self.in_forward: bool = True
-        self.in_update: bool = False
+    samples: Tensor | None = None
+    in_forward: bool = True
+    in_update: bool = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -17,8 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.owned import OwnedBy, refuse
-from unitrain.communication.sharding import divided
+from unitrain.communication.sharding import OwnedBy, divided, refuse
 from unitrain.errors import UsageError
 from unitrain.features.sharded_optimizer.exchange import Exchange
 from unitrain.process import print_stderr

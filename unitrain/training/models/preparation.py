@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.owned import OwnedBy
+from unitrain.communication.sharding import OwnedBy
 from unitrain.communication.state_transfer import SentState, broadcast_tensors, leaves, outline
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import CurrentBatch
@@ -19,7 +19,7 @@ from unitrain.device import devices_of
 from unitrain.errors import UsageError
 from unitrain.process import print_stderr
 from unitrain.rng import derived_seed, seed_rank
-from unitrain.training.models import batch_norm, comparison, supported
+from unitrain.training.models import batch_norm, in_sync, supported
 from unitrain.training.models.compile import compile_in_place
 from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
 from unitrain.training.models.passes import ModulePass
@@ -106,7 +106,7 @@ class Preparation:
         for change in in_order(self.passes):
             change.apply(module)
         if self.communicator.world_size > 1:
-            comparison.check_models(self.communicator, [*module.named_parameters(), *module.named_buffers()])
+            in_sync.check_models(self.communicator, [*module.named_parameters(), *module.named_buffers()])
             if values is None:
                 tensors = [*module.parameters(), *module.buffers()]
                 broadcast_tensors(self.communicator, tensors, tensors)
@@ -159,7 +159,7 @@ class Preparation:
             expected = ranks.broadcast_object(outline(state) if saved and not is_local else None)
             if ranks.world_size > 1:
                 # With its state, rank 0's options are loaded on the other ranks, too.
-                comparison.check_optimizers(ranks, self.prepared, optimizer, options=expected is None)
+                in_sync.check_optimizers(ranks, self.prepared, optimizer, options=expected is None)
             if expected is not None:
                 # This also moves state that was loaded or made before the parameters were moved to the device.
                 SentState(ranks, expected, state).load_into(optimizer)
