@@ -48,6 +48,7 @@ class Exchange:
     def _add(self, of_ranks: Sequence[list[Tensor]], name: str) -> None:
         """Send small parameters of one dtype in one call, or in one call a rank, whichever takes less time."""
         sizes = [sum(p.nbytes for p in parameters) for parameters in of_ranks]
+        # A gather sends as much for each rank as for the one that owns most; broadcasts cost a call each.
         if len(sizes) * max(sizes) <= sum(sizes) + sum(map(bool, sizes)) * CALL_BYTES:
             self._small.append(partial(self._gather, of_ranks, max(sizes), name))
             return

@@ -133,6 +133,7 @@ class _ShardedOptimizer:
         if self._depth > 1:
             return
         for stand_in, parameters in self._stand_ins.items():
+            # As on the owner's rank, an optimizer that leaves out parameters without gradients makes a step, or none.
             stand_in.grad = torch.zeros_like(stand_in) if any(p.grad is not None for p in parameters) else None
         optimizer.state.update(self._their_state)
         self._all = [group["params"] for group in optimizer.param_groups]
