@@ -313,7 +313,7 @@ class LocalSGD(Feature, Replicas):
         return {"state": state, "param_groups": optimizer.state_dict()["param_groups"], "schedule": schedule}
 
     def with_local(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Return a state of parameters with this rank's weights, if the model has the shared ones within a round."""
+        """Add this rank's weights to a state of parameters, if the model has the shared ones within a round."""
         if not self.swapped:
             return state
         states = state["state"]
@@ -337,7 +337,8 @@ class LocalSGD(Feature, Replicas):
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.wait()
-        self._sent, self.steps, self.failed = [], 0, False
+        # New shared weights: those of now may have the gradients of fragments that were under way.
+        self._shared_of, self._sent, self.steps, self.failed = {}, [], 0, False
         self._outer.state.clear()
         self._watch([p for p in parameters if p.requires_grad])
         for number, entry in state["state"].items():
