@@ -359,7 +359,7 @@ class LocalSGD(Feature, Replicas):
 
 
 class LocalStates(StatePart):
-    """The states that ranks don't share: each has an optimizer state, and within a round weights, of its own.
+    """The states that ranks don't share: their optimizer states, and their weights within a round.
 
     A checkpoint has the shared weights, and rank 0's optimizer state beside them. This is the rest: the states of the
     outer optimizer, and of the other ranks' optimizers, with the weights of each rank. Rank 0 collects them.
