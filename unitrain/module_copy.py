@@ -52,6 +52,20 @@ def add_hooks(leaf: Tensor, *, of: Tensor) -> None:
         leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def in_place_of(tensor: Tensor, values: Tensor) -> Tensor:
+    """Give values the attributes and hooks of the tensor that they replace; as a parameter, if it is one.
+
+    Args:
+        tensor: a parameter or buffer. Scripts may have set attributes, such as a flag for weight decay.
+        values: a tensor without a graph.
+    """
+    if isinstance(tensor, Parameter):
+        values = Parameter(values, tensor.requires_grad)
+    vars(values).update(vars(tensor))
+    add_hooks(values, of=tensor)
+    return values
+
+
 def _is_alike(device: torch.device, other: torch.device) -> bool:
     """Return whether a tensor can stay the same object when it moves, as ``Module.to`` moves parameters."""
     # torch has no public query for this: it refuses to exchange the storage of two types of tensors.
@@ -70,10 +84,6 @@ def move_foreign(tensors: Iterable[Tensor], device: torch.device) -> None:
     for tensor in tensors:
         if tensor.is_meta or _is_alike(tensor.device, device):
             continue
-        moved = tensor.detach().to(device)  # then swapped with the tensor, so that optimizers keep their object
-        if isinstance(tensor, Parameter):
-            moved = Parameter(moved, tensor.requires_grad)
-        # Scripts and libraries mark parameters by setting attributes.
-        vars(moved).update(vars(tensor))
-        add_hooks(moved, of=tensor)
+        moved = in_place_of(tensor, tensor.detach().to(device))
+        # Swapped, so that optimizers keep their object.
         torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]

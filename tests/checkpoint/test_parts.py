@@ -12,8 +12,9 @@ from torch import nn
 
 import unitrain
 from unitrain import CheckpointError, Feature
+from unitrain.communication.state_transfer import SentState
 from unitrain.training.loop.sockets import Sockets
-from unitrain.training.state_parts import SavedState, StatePart
+from unitrain.training.state_parts import StatePart
 
 
 class Notes(StatePart):
@@ -32,7 +33,7 @@ class Notes(StatePart):
         if len(outline.shape) and outline.shape[0] != self._ranks.world_size and not force:
             raise CheckpointError(f"the notes are of {outline.shape[0]} ranks. Nothing was loaded.")
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved: SentState) -> None:
         self.mine = saved.receive()[self._ranks.rank % saved.outline.shape[0]] + 10
 
 

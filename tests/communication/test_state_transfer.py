@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import unitrain
 from unitrain.communication import state_transfer
-from unitrain.communication.state_transfer import broadcast_tensors, outline, receive
+from unitrain.communication.state_transfer import SentState, broadcast_tensors, outline
 
 WORLDS = [("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
 DTYPES = [
@@ -63,7 +63,7 @@ def nested() -> bool:
         expected = strategy.communicator.broadcast_object(outline(value))
         memory = torch.zeros(3)
         own = {"a": [memory, 0], "b": {7: (torch.ones(1),)}}  # the second has another shape
-        made = receive(strategy.communicator, expected, value if main else None, into=own)
+        made = SentState(strategy.communicator, expected, value if main else None).receive(into=own)
         assert made["a"][0] is memory
         assert memory.tolist() == [0, 1, 2]
         assert made["b"][7][0].shape == ()

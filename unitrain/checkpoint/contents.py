@@ -14,13 +14,13 @@ from unitrain.checkpoint.sharded.loading import CheckpointView
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint
 from unitrain.checkpoint.store.located import RUN, Manifest
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.state_transfer import needed
+from unitrain.communication.state_transfer import SentState, needed
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
-from unitrain.training.state_parts import FEATURE, SavedState, StatePart, States
+from unitrain.training.state_parts import FEATURE, StatePart, States
 
 
 class RunPart(ObjectPart):
@@ -74,7 +74,7 @@ class RunPart(ObjectPart):
             "names": _names(self._objects),
         }
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
         rank = self._ranks.rank
         state = saved.receive(new=needed(lambda path: path[0] != "random" or path[1] == rank))

@@ -14,7 +14,7 @@ from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.checkpoint.writer import on_host
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.state_transfer import leaves, outline, receive
+from unitrain.communication.state_transfer import SentState, leaves, outline
 from unitrain.data.structure import rebuilt
 from unitrain.errors import UsageError
 from unitrain.training.models import batch_norm
@@ -52,7 +52,7 @@ def load(communicator: Communicator, path: str | Path) -> Any:
             value = files.load(file)
         return outline(value)
 
-    return receive(communicator, communicator.on_main(read), value, sent=files.release)
+    return SentState(communicator, communicator.on_main(read), value, sent=files.release).receive()
 
 
 def _states(prepared: PreparedModules, value: Any) -> Any:

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from unitrain.checkpoint.names import GROUPS, PARAMS, Name, in_order, names_of
 from unitrain.checkpoint.writer import snapshot
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.state_transfer import Form
+from unitrain.communication.state_transfer import Form, SentState
 from unitrain.data import Loader
 from unitrain.data.structure import tensors
 from unitrain.errors import CheckpointError
 from unitrain.training.models.prepared import PreparedModules
-from unitrain.training.state_parts import SavedState, StatePart
+from unitrain.training.state_parts import StatePart
 
 _MOST_BYTES = 2**20  # of an object's tensors; larger ones are weights, which code between epochs does not change
 # What schedulers of a cycle change beside the learning rate.
@@ -52,7 +52,7 @@ class ObjectPart(StatePart):
         """Return the state to save. Collective."""
         return self.complete(self.state())
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
         self._value.load_state_dict(saved.receive())
 
@@ -74,7 +74,7 @@ class DictPart(ObjectPart):
         """Return the dict."""
         return self._value
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
         self._value.update(saved.receive())
 
@@ -124,7 +124,7 @@ class ModulePart(ObjectPart):
                     "this run. Nothing was loaded."
                 )
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
         now = self.state()
         state = saved.receive(into=now)
@@ -163,12 +163,12 @@ class OptimizerPart(ObjectPart):
         """Return a saved state, or its outline, with the parameters in the order of this run."""
         return in_order(saved, order) if optimizer == self.name else saved
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
         saved.load_into(self.optimizer)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
 
-    def load_with_options(self, saved: SavedState) -> None:
+    def load_with_options(self, saved: SentState) -> None:
         """Load a saved state, but leave the options of the parameter groups as they are. Collective."""
         options = self.remember()
         self.load(saved)

@@ -1,1 +1,1 @@
-"""Communication between ranks: backends, collectives, and what is sent."""
+"""Communication between ranks: backends, collectives, and the transfer of objects and tensors."""

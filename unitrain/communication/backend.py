@@ -231,7 +231,7 @@ class LocalBackend(Backend):
 
 
 def _installed() -> dict[str, EntryPoint]:
-    return _installed_on(tuple(sys.path))
+    return _installed_on(tuple(sys.path))  # scripts may add folders with backends to it
 
 
 @lru_cache(maxsize=4)  # a lookup costs 4 ms, and unitrain.StrategyConfig looks up every backend

@@ -70,7 +70,7 @@ class Collectives:
         Args:
             mark: returns a context manager, given the name of what happens within it.
         """
-        self.pulse.mark = mark
+        self.pulse.mark = mark  # for the collectives that scripts call
         backend = self._backend
         self.all_reduce_async = backend.all_reduce if mark is None else _marked(mark, backend.all_reduce)
         self.all_gather_async = backend.all_gather if mark is None else _marked(mark, backend.all_gather)
@@ -83,7 +83,7 @@ class Collectives:
             tensor: as in ``Backend.all_reduce``.
             op: ``sum``, ``mean`` (of floats), ``max`` or ``min``.
         """
-        reduced = "sum" if op == "mean" else op
+        reduced = "sum" if op == "mean" else op  # gloo and MPI have no mean
         self._complete(lambda: self.all_reduce_async(tensor, reduced, f"all_reduce.{op}")(), "all_reduce", tensor, op)
         if op == "mean":
             tensor /= self.world_size
@@ -93,11 +93,12 @@ class Collectives:
         if self.world_size == 1 or not tensor.numel():
             return tensor.unsqueeze(0).repeat(self.world_size, *[1] * tensor.dim())
         gather = self.all_gather_async
-        gathered = self._complete(lambda: gather(_as_bytes(tensor), "all_gather")(), "all_gather", tensor)
+        gathered = self._complete(lambda: gather(as_bytes(tensor), "all_gather")(), "all_gather", tensor)
         return gathered.view(tensor.dtype).view(self.world_size, *tensor.shape)
 
     def all_gather_padded(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Return the flat tensors of all ranks, which have these sizes. Collective."""
+        # Not every library gathers tensors of several sizes.
         padded = torch.zeros(max(sizes), dtype=data.dtype, device=self.device)
         padded[: data.numel()] = data
         return [row[:size] for row, size in zip(self.all_gather(padded), sizes, strict=True)]
@@ -106,7 +107,7 @@ class Collectives:
         """Overwrite a contiguous tensor with rank ``src``'s, and return it. Collective."""
         if self.world_size > 1 and tensor.numel():
             send = self._backend.broadcast
-            self._complete(lambda: send(_as_bytes(tensor), src, "broadcast")(), "broadcast", tensor, f"src={src}")
+            self._complete(lambda: send(as_bytes(tensor), src, "broadcast")(), "broadcast", tensor, f"src={src}")
         return tensor
 
     def barrier(self) -> None:
@@ -140,6 +141,7 @@ class Collectives:
 
         ``how`` has its other arguments, which must be the same on all ranks.
         """
+        # Before the library gets the call: after its end it may hang.
         if self.closed:
             raise UsageError(f"{verb} was called after strategy.close(), which ends communication: call it before.")
         if self._refusal:
@@ -158,6 +160,7 @@ class Collectives:
                 raise CommunicationError(
                     f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or did "
                     f"not call it within timeout_s. {f'{others}. ' if others else ''}{remedy}"
+                    # The other lines are usually a stack of C++.
                     f"Error of {self._backend.name}: {str(error).strip().splitlines()[0]}"
                 ) from error
 
@@ -179,6 +182,6 @@ def _marked(mark: Mark, start: Callable[P, Callable[[], T]]) -> Callable[P, Call
     return marked
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat view of a tensor's bytes, so that a backend need not support its dtype to move it."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a flat view of a contiguous tensor's bytes, so that a backend need not support its dtype to move it."""
     return tensor.reshape(-1).view(torch.uint8)

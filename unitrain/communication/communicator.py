@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
@@ -15,10 +14,12 @@ from unitrain.communication.objects import ObjectTransport
 from unitrain.communication.sharding import Sharding
 from unitrain.errors import UnitrainError, UsageError, by_rank
 from unitrain.pulse import Pulse
+from unitrain.rng import derived_seed
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
 _ON_MAIN = "within on_main, where only rank 0 is: call it on all ranks, before on_main."
+# By name, as which an error of rank 0 reaches the other ranks.
 _ERROR_KINDS: list[type[UnitrainError]] = [UnitrainError, *UnitrainError.__subclasses__()]
 _ERRORS = {kind.__name__: kind for kind in _ERROR_KINDS}
 
@@ -64,7 +65,7 @@ class Communicator:
         if op not in ("sum", "mean", "max", "min"):
             raise UsageError(f"all_reduce supports sum, mean, max and min, not {op!r}.")
         work = communicable(self, tensor, "all_reduce")
-        if work.is_complex():
+        if work.is_complex():  # libraries can't reduce it
             raise UsageError("all_reduce does not support complex tensors: pass torch.view_as_real(tensor).")
         if op == "mean" and not work.is_floating_point():
             raise UsageError(f"the mean of a {tensor.dtype} tensor is not a {tensor.dtype}: pass tensor.float().")
@@ -163,6 +164,7 @@ class Communicator:
         outcome = self.broadcast_object(outcome)
         if "error" in outcome:
             name, text = outcome["error"]
+            # On rank 0 the error itself, which has the traceback.
             raise failure or _ERRORS[name](text)
         return cast(T, outcome["value"])
 
@@ -215,8 +217,8 @@ def check_same_form(collectives: Collectives, tensor: Tensor) -> None:
         UsageError: they don't; on every rank.
     """
     form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    digest = hashlib.blake2b(form.encode(), digest_size=8).digest()
-    digests = collectives.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(collectives.device))
+    digest = torch.tensor(derived_seed(form) >> 1, device=collectives.device)  # 63 bits, for an int64
+    digests = collectives.all_gather(digest)
     if (digests != digests[0]).any():
         forms = by_rank(enumerate(ObjectTransport(collectives, None).all_gather(form, pickles=False)))
         raise UsageError(

@@ -20,6 +20,7 @@ def are_identical(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
         communicator: the communicator of this process.
         facts: plain data, by name.
     """
+    # Sorted, since a dict may have another order on another rank.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     digests = communicator.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
     return bool((digests == digests[0]).all())
@@ -39,5 +40,6 @@ def difference_between_ranks(communicator: Communicator, facts: Mapping[str, Any
     values = {name: repr(value) for name, value in facts.items()}
     expected = communicator.broadcast_data(values)
     differing = next((name for name in {**expected, **values} if expected.get(name) != values.get(name)), None)
+    # Several facts may differ, and all ranks must name the same one.
     name = next(name for name in communicator.all_gather_data(differing) if name is not None)
     return name, by_rank(enumerate(communicator.all_gather_data(str(facts.get(name, "missing")))))

@@ -35,7 +35,7 @@ class CountReduction:
         def results() -> list[int]:
             with self._on_own_stream():
                 wait()
-                reduced: list[int] = tensor.tolist()
+                reduced: list[int] = tensor.tolist()  # waits for this stream only, and not for the step
                 return reduced
 
         return results

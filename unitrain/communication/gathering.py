@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unitrain.communication.communicator import Communicator, check_same_form, communicable
 from unitrain.errors import UsageError, by_rank
+from unitrain.rng import derived_seed
 
 
 class Gathering:
@@ -27,6 +27,7 @@ class Gathering:
 
     def gather(self, value: Any, *, has_rows: bool = True, differentiable: bool = False) -> Any:
         """See ``Strategy.gather``. Without ``has_rows``, this rank's rows are left out: they are a stand-in's."""
+        # Lists are leaves, since their lengths may differ between ranks.
         leaves, structure = tree_flatten(value, is_leaf=lambda value: isinstance(value, list))
         leaves = [_in_rows(leaf, has_rows=has_rows, differentiable=differentiable) for leaf in leaves]
         form = repr(tree_unflatten([_Form(leaf) for leaf in leaves], structure))
@@ -95,8 +96,7 @@ class _Part(NamedTuple):
         if not self.leaves or any(isinstance(leaf, list) for leaf in self.leaves):
             return [0, 0, 0]
         rows = {len(leaf) for leaf in self.leaves}
-        digest = hashlib.blake2b(self.form.encode(), digest_size=8).digest()
-        return [1, int.from_bytes(digest, "big", signed=True), rows.pop() if len(rows) == 1 else -1]
+        return [1, derived_seed(self.form) >> 1, rows.pop() if len(rows) == 1 else -1]
 
     def description(self) -> list[Any]:
         """Return the form, and for each leaf its shape, or its objects."""
@@ -137,12 +137,12 @@ class _Rows(torch.autograd.Function):
 def _in_rows(leaf: Any, *, has_rows: bool, differentiable: bool) -> Any:
     """Return a leaf as a tensor with rows, or as a list. With ``differentiable``, a tensor requires grad if it can."""
     if isinstance(leaf, Tensor):
-        tensor = leaf if leaf.dim() else leaf.unsqueeze(0)
+        tensor = leaf if leaf.dim() else leaf.unsqueeze(0)  # a scalar is a row
         if not differentiable or not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.detach()
         elif not tensor.requires_grad:
             tensor = tensor.detach().requires_grad_()  # all ranks take part in the backward, or none
-        return tensor if has_rows else tensor[:0]
+        return tensor if has_rows else tensor[:0]  # which has the dtype and row shape that ranks compare
     rows = leaf if isinstance(leaf, list) else [leaf]
     if differentiable and any(isinstance(row, Tensor) and row.requires_grad for row in rows):
         raise UsageError(

@@ -47,7 +47,7 @@ class ObjectTransport:
         ranks = self._collectives
         if ranks.world_size == 1:
             return value
-        self._exchanges += 1
+        self._exchanges += 1  # on each rank, so that they check a signature by the same number
         is_sender = ranks.rank == src
         data = self.encode(value, pickles=pickles) if is_sender else torch.empty(0, dtype=torch.uint8)
         size = int(ranks.broadcast(torch.tensor(data.numel(), device=ranks.device), src))
@@ -68,6 +68,7 @@ class ObjectTransport:
         self._exchanges += 1
         data = self.encode(value, pickles=pickles)
         sizes = ranks.all_gather(torch.tensor(data.numel(), device=ranks.device)).tolist()
+        # Checked before memory is taken for it: another program may have sent it.
         for rank, size in enumerate(sizes):
             if not 0 < size <= _MOST_BYTES:
                 raise self._unreadable(rank, f"{size} bytes")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from unitrain.errors import UsageError
 from unitrain.module_copy import copied
 
 
@@ -76,7 +77,35 @@ class Sharding:
 def divided(parameters: Iterable[Parameter], sizes: list[int]) -> dict[Parameter, int]:
     """Return the part of each parameter: the largest first, each to the smallest part. Add to the parts' elements."""
     part_of = {}
+    # Largest first, so that small ones can fill what these leave uneven.
     for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):  # frozen ones have no state
         part_of[parameter] = smallest = sizes.index(min(sizes))
         sizes[smallest] += parameter.numel()
     return part_of
+
+
+class OwnedBy:
+    """Stands, in the state dict of an optimizer, for the state of a parameter that another rank updates.
+
+    It can't be copied, pickled or loaded: what is made of it would lose the state, which ``rank`` has, if it has any.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank: int = rank
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled and copied."""
+        refuse()
+
+    def __iter__(self) -> NoReturn:
+        """Refuse to be loaded by an optimizer, which looks for tensors in it."""
+        refuse()
+
+    def __repr__(self) -> str:
+        """Return the rank."""
+        return f"OwnedBy({self.rank})"
+
+
+def refuse() -> NoReturn:
+    """Raise UsageError: a copy would lose the state that other ranks own."""
+    raise UsageError("each rank has only a part of this optimizer's state: use strategy.checkpoint or strategy.save.")

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from unitrain.communication import plain_data
+from unitrain.communication.collectives import as_bytes
 from unitrain.communication.communicator import Communicator
 
 BUFFER_BYTES = 2**21  # larger ones cost more memory than their size: allocators and gloo keep several
-_ALIGNMENT = 16  # of the largest dtype, complex128
+T = TypeVar("T")
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 Keys = tuple[Any, ...]
@@ -29,8 +31,6 @@ Sent = Callable[[], object]
 """Called on the sending rank when a buffer has been filled."""
 Triples = Sequence[tuple[Keys, "Form", Tensor]]
 """Tensors with their paths and forms."""
-Fill = Callable[[Triples], object]
-"""Overwrites tensors that several ranks have written. Collective."""
 
 
 class Form:
@@ -82,80 +82,79 @@ def needed(is_needed: Callable[[Keys], bool]) -> New:
     return lambda path, form: form.empty(_CPU if is_needed(path) else _META)
 
 
-def receive(
-    communicator: Communicator,
-    expected: Any,
-    source: Any,
-    *,
-    src: int = 0,
-    into: Any = None,
-    new: New = lambda path, form: form.empty(_CPU),
-    sent: Sent = lambda: None,
-    fill: Fill | None = None,
-) -> Any:
-    """Return rank ``src``'s nested state on every rank. Collective.
+@dataclass(eq=False)
+class SentState:
+    """Nested state that one rank has, and sends to all ranks.
 
-    Args:
+    Attributes:
         communicator: the communicator of this process.
-        expected: the outline of the state, the same on all ranks.
+        outline: the state with the forms of tensors in place of the tensors, the same on all ranks.
         source: the state; ignored on other ranks than ``src``.
         src: the rank that has the state.
-        into: nested state of this rank. Its tensors are overwritten and returned, where they have the expected form.
-        new: makes the other tensors; on the meta device if this rank does not need it.
         sent: called on rank ``src`` when a buffer has been filled.
-        fill: overwrites the tensors of forms with a key, which ``source`` does not have.
+        fill: overwrites the tensors of forms with a key, which ``source`` does not have, given the optimizer that they
+            are of, if any.
     """
-    present = dict(leaves(into))
 
-    def target_of(path: Keys, form: Form) -> Tensor:
-        value = present.get(path)
-        if communicator.sharding.is_sharded(value) and form.describes(value):
-            return value
-        return value if form.fits(value) else new(path, form)
+    communicator: Communicator
+    outline: Any
+    source: Any
+    src: int = 0
+    sent: Sent = lambda: None
+    fill: Callable[[Optimizer | None, Triples], object] | None = None
 
-    targets = [(path, form, target_of(path, form)) for path, form in leaves(expected) if isinstance(form, Form)]
-    if fill is not None:
-        fill([target for target in targets if target[1].key is not None])
-    sources = [value for _, value in leaves(source) if _is_dense(value)] if communicator.rank == src else []
-    broadcast_tensors(
-        communicator, [tensor for _, form, tensor in targets if form.key is None], sources, src=src, sent=sent
-    )
-    filled = (tensor for _, _, tensor in targets)
-    return _mapped(expected, lambda value: next(filled) if isinstance(value, Form) else value)
+    def receive(self, into: Any = None, new: New = lambda path, form: form.empty(_CPU)) -> Any:
+        """Return the state on every rank. Collective.
 
+        Args:
+            into: nested state of this rank. Its tensors are overwritten and returned, where they have the same form.
+            new: makes the other tensors; by default on the CPU. ``needed`` leaves out some of them.
+        """
+        return self._receive(None, into, new)
 
-def receive_optimizer(
-    communicator: Communicator,
-    optimizer: Optimizer,
-    expected: Any,
-    source: Any,
-    *,
-    sent: Sent = lambda: None,
-    fill: Fill | None = None,
-) -> None:
-    """Load rank 0's state into an optimizer, overwriting its own state in place. Collective.
+    def load_into(self, optimizer: Optimizer) -> None:
+        """Load the state into an optimizer, overwriting its own state in place. Collective.
 
-    The optimizer's groups are like the state's. The other arguments are as in ``receive``.
-    """
-    sharding = communicator.sharding
-    # Optimizers number their parameters in order, as the state does.
-    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+        Args:
+            optimizer: has groups like those of the state.
+        """
+        ranks, sharding = self.communicator, self.communicator.sharding
+        # Optimizers number their parameters in order, as the state does.
+        parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
-    def new(path: Keys, form: Form) -> Tensor:
-        # The optimizer moves counts of steps itself, where it wants them on the device.
-        parameter = parameters.get(path[1]) if len(path) > 2 and form.shape else None
-        if parameter is None:
-            return form.empty(_CPU)
-        if sharding.owners.get(parameter, communicator.rank) != communicator.rank:
-            return form.empty(_META)  # the optimizer drops it
-        if len(path) == 3 and tuple(parameter.shape) == form.shape and sharding.is_sharded(parameter):
-            return torch.empty_like(parameter.detach(), dtype=form.dtype)
-        return form.empty(parameter.device)
+        def new(path: Keys, form: Form) -> Tensor:
+            # The optimizer moves counts of steps itself, where it wants them on the device.
+            parameter = parameters.get(path[1]) if len(path) > 2 and form.shape else None
+            if parameter is None:
+                return form.empty(_CPU)
+            if sharding.owners.get(parameter, ranks.rank) != ranks.rank:
+                return form.empty(_META)  # the optimizer drops it
+            if len(path) == 3 and tuple(parameter.shape) == form.shape and sharding.is_sharded(parameter):
+                return torch.empty_like(parameter.detach(), dtype=form.dtype)
+            return form.empty(parameter.device)
 
-    current = optimizer.state_dict()
-    if sharding.of_parameters and not any(sharding.is_sharded(value) for _, value in leaves(current["state"])):
-        current = {}  # from before its parameters were sharded: no memory to receive shards in
-    optimizer.load_state_dict(receive(communicator, expected, source, into=current, new=new, sent=sent, fill=fill))
+        current = optimizer.state_dict()
+        if sharding.of_parameters and not any(sharding.is_sharded(value) for _, value in leaves(current["state"])):
+            current = {}  # from before its parameters were sharded: no memory to receive shards in
+        optimizer.load_state_dict(self._receive(optimizer, current, new))
+
+    def _receive(self, optimizer: Optimizer | None, into: Any, new: New) -> Any:
+        ranks, present = self.communicator, dict(leaves(into))
+
+        def target_of(path: Keys, form: Form) -> Tensor:
+            value = present.get(path)
+            if ranks.sharding.is_sharded(value) and form.describes(value):
+                return value
+            return value if form.fits(value) else new(path, form)
+
+        targets = [(path, form, target_of(path, form)) for path, form in leaves(self.outline) if isinstance(form, Form)]
+        if self.fill is not None:
+            self.fill(optimizer, [target for target in targets if target[1].key is not None])
+        sources = [value for _, value in leaves(self.source) if _is_dense(value)] if ranks.rank == self.src else []
+        dense = [tensor for _, form, tensor in targets if form.key is None]
+        broadcast_tensors(ranks, dense, sources, src=self.src, sent=self.sent)
+        filled = (tensor for _, _, tensor in targets)
+        return _mapped(self.outline, lambda value: next(filled) if isinstance(value, Form) else value)
 
 
 def _is_dense(value: object) -> TypeGuard[Tensor]:
@@ -201,24 +200,31 @@ def broadcast_tensors(
     """Overwrite ``targets`` with rank ``src``'s ``sources``. Collective.
 
     Targets have the same shapes and dtypes on all ranks, are on any device, and dense or shards of dense ones. Sources,
-    ignored on other ranks, may be the targets themselves, and be made as they are sent. ``sent`` is as in ``receive``.
+    ignored on other ranks, may be the targets themselves, and be made as they are sent. ``sent`` is as in
+    ``SentState``.
     """
     sends = communicator.rank == src
-    pairs = (
-        pair
+    # Views of targets and of their sources.
+    views = (
+        piece
         for target, source in zip(targets, sources if sends else targets, strict=True)
-        for pair in _by_shard(communicator, target, source)
+        for shard in _by_shard(communicator, target, source)
+        for piece in _pieces(*shard)
     )
-    for pieces in _buffers(pairs):
-        buffer = torch.empty(_slots_end(pieces), dtype=torch.uint8, device=communicator.device)
+    for pieces in in_chunks(views, lambda piece: piece[0].nbytes, BUFFER_BYTES):
+        sizes = [target.nbytes for target, _ in pieces]
         if sends:
-            for (_, source), slot in _with_slots(pieces, buffer):
-                slot.copy_(source)
+            buffer = torch.cat(
+                [as_bytes(source.to(communicator.device, target.dtype).contiguous()) for target, source in pieces]
+            )
             sent()
-        buffer = communicator.broadcast(buffer, src)
-        for (target, source), slot in _with_slots(pieces, buffer):
+        else:
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=communicator.device)
+        communicator.collectives.broadcast(buffer, src)
+        for (target, source), part in zip(pieces, torch.split(buffer, sizes), strict=True):
             if not (sends and _same_memory(target, source)):
-                target.copy_(slot)
+                # A copy, since the bytes of a tensor may begin where its dtype can't.
+                target.copy_(part.clone().view(target.dtype).view(target.shape))
 
 
 @torch.no_grad()
@@ -256,49 +262,33 @@ def _same_memory(target: Tensor, source: Tensor) -> bool:
     return not target.is_meta and target.data_ptr() == source.data_ptr()
 
 
-Pieces = list[tuple[Tensor, Tensor]]
-"""Views of targets and of their sources."""
+def in_chunks(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield lists of successive items, each of at least one item.
 
-
-def _buffers(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pieces]:
-    """Yield the pieces that share a buffer."""
-    pieces: Pieces = []
-    size = 0
-    for pair in pairs:
-        for piece in _pieces(*pair):
-            length = _aligned(piece[0].nbytes)
-            if pieces and size + length > BUFFER_BYTES:
-                yield pieces
-                pieces, size = [], 0
-            pieces.append(piece)
-            size += length
-    if pieces:
-        yield pieces
+    Args:
+        items: any objects.
+        size: returns the bytes of an item.
+        most: the most bytes of a list, unless a single item is larger.
+    """
+    chunk: list[T] = []
+    total = 0
+    for item in items:
+        if chunk and total + size(item) > most:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(item)
+        total += size(item)
+    if chunk:
+        yield chunk
 
 
 def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield views of two tensors of one shape, each at most as large as a buffer."""
     if target.nbytes <= BUFFER_BYTES:
         yield target, source
-    elif len(target) == 1:
+    elif len(target) == 1:  # a single row, larger than a buffer
         yield from _pieces(target[0], source[0])
     else:
         rows = max(1, BUFFER_BYTES * len(target) // target.nbytes)
         for start in range(0, len(target), rows):
             yield from _pieces(target[start : start + rows], source[start : start + rows])
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _slots_end(pieces: Pieces) -> int:
-    return sum(_aligned(target.nbytes) for target, _ in pieces)
-
-
-def _with_slots(pieces: Pieces, buffer: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
-    """Yield each piece with its part of the buffer, as a tensor of its shape and dtype."""
-    start = 0
-    for target, source in pieces:
-        yield (target, source), buffer[start : start + target.nbytes].view(target.dtype).view(target.shape)
-        start += _aligned(target.nbytes)

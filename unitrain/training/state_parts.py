@@ -3,63 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
-from torch.optim import Optimizer
-
-from unitrain.communication.communicator import Communicator
-from unitrain.communication.state_transfer import New, Sent, Triples, needed, receive, receive_optimizer
+from unitrain.communication.state_transfer import SentState
 from unitrain.errors import UsageError
 
-_NEEDED = needed(lambda path: True)
 FEATURE = "_feature."
 """Begins the keys of features' parts, as no name of a script's object does."""
-
-
-class SavedState:
-    """The saved state of one part, while it is loaded.
-
-    Args:
-        communicator: the communicator of this process.
-        outline: as the attribute.
-        source: the state itself, on rank 0.
-        sent: called on rank 0 when something has been sent.
-        fill: overwrites tensors that several ranks have written, given the optimizer that they are of, if any.
-
-    Attributes:
-        outline: the state with the forms of tensors in place of the tensors, the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        outline: Any,
-        source: Any,
-        *,
-        sent: Sent = lambda: None,
-        fill: Callable[[Optimizer | None, Triples], object] = lambda optimizer, triples: None,
-    ) -> None:
-        self.outline: Any = outline
-        self._communicator = communicator
-        self._source = source
-        self._sent = sent
-        self._fill = fill
-
-    def receive(self, into: Any = None, new: New = _NEEDED) -> Any:
-        """Return the state on every rank. Collective.
-
-        Args:
-            into: nested state of this rank, whose tensors are overwritten and returned, where they have the same form.
-            new: makes the other tensors; by default on the CPU. ``state_transfer.needed`` leaves out some of them.
-        """
-        fill = partial(self._fill, None)
-        return receive(self._communicator, self.outline, self._source, into=into, new=new, sent=self._sent, fill=fill)
-
-    def load_into(self, optimizer: Optimizer) -> None:
-        """Load the state into an optimizer, in place. Collective."""
-        fill = partial(self._fill, optimizer)
-        receive_optimizer(self._communicator, optimizer, self.outline, self._source, sent=self._sent, fill=fill)
 
 
 class StatePart:
@@ -101,7 +51,7 @@ class StatePart:
         """
         return saved
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
         raise NotImplementedError
 
@@ -153,6 +103,7 @@ class States:
 
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return the states by name, and the loaded states that no object has taken yet: the next run may take them."""
+        # The next run may add the objects that this one does not have.
         return {**self.waiting, **{name: stateful.state_dict() for name, stateful in self._objects.items()}}
 
     def load(self, states: Mapping[str, dict[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain import Strategy, UsageError
 from unitrain.commands.cli import main
-from unitrain.communication.owned import OwnedBy
+from unitrain.communication.sharding import OwnedBy
 from unitrain.data.structure import tensors
 from unitrain.features.ema import EMA
 from unitrain.features.sharded_optimizer.optimizers import ShardedOptimizers
@@ -429,20 +429,18 @@ class Careless(SGD):
 
 
 class Clipping(SGD):
-    """Looks at the gradients of all parameters, if they are large."""
+    """Has the option by which timm's LAMB clips all gradients together."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
-        super().step(closure)
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__([{"params": list(params), "max_grad_norm": 1.0}], **options)
 
 
-class Estimating(SGD):
-    """Estimates one value for all parameters, which it has in its groups."""
+class Prodigy(SGD):
+    """Has the name of an optimizer that estimates one learning rate for all parameters."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["seen"] = group.get("seen", 0.0) + sum(float(p.grad.abs().sum()) for p in group["params"])
-        super().step(closure)
+
+class Derived(Prodigy):
+    """Is one under another name."""
 
 
 class Lookahead(SGD):
@@ -498,7 +496,7 @@ def look() -> set[tuple[tuple[int, ...], ...]]:
 def refused() -> dict[str, str]:
     """Return the messages on optimizers that can't be sharded."""
     found = {}
-    for kind in (Clipping, Estimating, Lookahead):
+    for kind in (Clipping, Prodigy, Derived, Lookahead):
         with unitrain.init(shard_optimizer=True, **QUICK) as strategy:
             model = small()
             with pytest.raises(UsageError) as refusal:
@@ -514,8 +512,9 @@ def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
 
 def test_what_can_t_be_sharded_is_refused() -> None:
     for found in run_ranks(refused):
-        for name in ("Clipping", "Estimating"):
-            assert re.search(rf"does not support {name}, .* depends on others, .* Set shard_opt", found[name])
+        assert re.search(r"this Clipping: it clips .* Set shard_opt.* clip_norm\.", found["Clipping"])
+        for name in ("Prodigy", "Derived"):
+            assert re.search(rf"support this {name}: it estimates a value .* Set shard_opt.* Muon\.", found[name])
         assert (
             "does not support Lookahead: its state_dict() would return one rank's state, since it does not call"
             in found["Lookahead"]

@@ -13,7 +13,7 @@ from unitrain.training.loop.averaging import GradientAveraging
 
 def test_buckets_are_made_later_if_there_was_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, model = pretended_rank(0, 2), model_of()
-    rank.sockets.prepared.add_names(model)
+    rank.sockets.prepared.add(model, model)
     optimizer = sgd(model)
     with monkeypatch.context() as patch:
         patch.setattr(rank.step.averaging, "_bucketed", Mock(side_effect=MemoryError))

@@ -28,7 +28,7 @@ def test_parameters_have_the_names_of_the_user_s_module() -> None:
     prepared = PreparedModules((1, 1))
     module = nn.Linear(2, 2)
     compiled: Any = torch.compile(module, backend="eager")
-    prepared.add_names(compiled)
+    prepared.add(compiled, compiled)
     assert prepared.name(module.get_parameter("weight")) == "weight"
     assert prepared.has(module.get_parameter("bias"))
     other = nn.Parameter(torch.ones(3))

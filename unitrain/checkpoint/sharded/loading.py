@@ -14,9 +14,8 @@ from unitrain.checkpoint.sharded.opening import OpenCheckpoint
 from unitrain.checkpoint.sharded.saving import owners
 from unitrain.checkpoint.store.located import DamagedError, Located, Manifest, store_at
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.state_transfer import Triples, broadcast_tensors, outline, own_rows
+from unitrain.communication.state_transfer import SentState, Triples, broadcast_tensors, outline, own_rows
 from unitrain.errors import CheckpointError
-from unitrain.training.state_parts import SavedState
 
 
 class CheckpointView(NamedTuple):
@@ -30,10 +29,10 @@ class CheckpointView(NamedTuple):
     stored: Stored | None  # those tensors, if this rank sees them
     each: bool  # whether each rank reads its own parts of them; else rank 0 reads all, and sends the parts
 
-    def state(self, key: str) -> SavedState:
+    def state(self, key: str) -> SentState:
         """Return the state of a part."""
         source = None if self.saved is None else self.saved.parts[key]
-        return SavedState(self.communicator, self.outlines[key], source, sent=self.release, fill=self._fill)
+        return SentState(self.communicator, self.outlines[key], source, sent=self.release, fill=self._fill)
 
     def release(self) -> None:
         """Release the memory of what has been read."""

@@ -34,7 +34,7 @@ from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import reason, write_part
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.state_transfer import needed, outline, own_rows, receive
+from unitrain.communication.state_transfer import SentState, needed, outline, own_rows
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
@@ -102,7 +102,7 @@ def of_rank(communicator: Communicator, rank: int, state: Any) -> Any:
     expected = communicator.broadcast_object(outline(state), rank)
     own = state if rank == communicator.rank else None
     new = needed(lambda path: communicator.is_main)
-    return receive(communicator, expected, own, src=rank, into=own, new=new)
+    return SentState(communicator, expected, own, src=rank).receive(into=own, new=new)
 
 
 def divided(

@@ -24,7 +24,7 @@ class Settings(Section):
 
 
 def make(config: StrategyConfig) -> Feature:
-    """Return what checkpoints the blocks of modules that are prepared."""
+    """Return the feature that checkpoints the blocks of modules that are prepared."""
     from unitrain.features.activation_checkpointing.checkpointing import ActivationCheckpointing
 
     return ActivationCheckpointing(Settings.of(config).activation_checkpointing)

@@ -1,8 +1,8 @@
-"""Activation checkpointing: what a block computed in the forward is dropped, and computed again in the backward."""
+"""Activation checkpointing: drops the activations of blocks in the forward, and computes them again in the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ class ActivationCheckpointing(Feature, ModulePass):
     def apply(self, module: nn.Module) -> None:
         """Checkpoint the activations of a module's blocks. The hooks of a block are not run again."""
         for block in self._blocks.intersection(module.modules()):
-            self._blocks.remove(block)
+            self._blocks.remove(block)  # once, also if it is a part of several modules
             block.forward = partial(_checkpointed, block.forward)
 
     def revert(self, copy: nn.Module) -> None:
@@ -43,7 +43,7 @@ class ActivationCheckpointing(Feature, ModulePass):
         for layer in copy.modules():
             forward = vars(layer).get("forward")
             if isinstance(forward, partial) and forward.func is _checkpointed:
-                del layer.forward
+                del layer.forward  # the method of the class is behind it
 
 
 def find_blocks(modules: Sequence[nn.Module], wanted: bool | Sequence[str]) -> list[nn.Module]:
@@ -53,36 +53,35 @@ def find_blocks(modules: Sequence[nn.Module], wanted: bool | Sequence[str]) -> l
     children themselves, since a single layer would keep its input anyway.
     """
     names = set() if isinstance(wanted, bool) else set(wanted)
-    found: dict[nn.Module, None] = {}
-    for module in modules:
-        _find(module, None, names, found)
+    blocks = list(dict.fromkeys(block for module in modules for block in _blocks(module, None, names)))
     classes = sorted({type(layer).__name__ for module in modules for layer in module.modules()})
     for name in sorted(names.difference(classes)):
         raise ConfigError(
             f"activation_checkpointing names {name!r}, but no module is of this class.{nearest(name, classes)} There "
             f"are {', '.join(classes)}. (If only one of several models has it, pass all to one prepare().)"
         )
-    if not found:
+    if not blocks:
         raise ConfigError(
             "activation_checkpointing is true, but there is no ModuleList or Sequential of modules that consist of "
             f"layers: name the classes of the model's blocks. There are {', '.join(classes)}."
         )
-    for block in found:
+    for block in blocks:
         _check(block)
-    return list(found)
+    return blocks
 
 
-def _find(module: nn.Module, parent: nn.Module | None, names: set[str], found: dict[nn.Module, None]) -> None:
+def _blocks(module: nn.Module, parent: nn.Module | None, names: set[str]) -> Iterator[nn.Module]:
+    """Yield the outermost blocks in a module: of the named classes, or else the children of a list that have some."""
     if names:
         wanted = type(module).__name__ in names
     else:
         wanted = isinstance(parent, (nn.ModuleList, nn.Sequential)) and any(module.children())
         wanted = wanted and not isinstance(module, nn.ModuleList)  # it has no forward
     if wanted:
-        found[module] = None
+        yield module
         return
     for child in module.children():
-        _find(child, module, names, found)
+        yield from _blocks(child, module, names)
 
 
 def _check(block: nn.Module) -> None:
@@ -104,11 +103,11 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     if torch.compiler.is_compiling():  # a compiler does not count changes twice
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     block: Any = getattr(forward, "__self__")  # noqa: B009  (mypy knows no such attribute)
-    before = {name: (buffer, buffer._version) for name, buffer in block.named_buffers()}
+    versions = {name: (buffer, buffer._version) for name, buffer in block.named_buffers()}
     result = checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    if before and torch.is_grad_enabled():
+    if versions and torch.is_grad_enabled():
         for name, buffer in block.named_buffers():
-            known, version = before.get(name, (None, 0))
+            known, version = versions.get(name, (None, 0))
             if known is not buffer or version != buffer._version:
                 raise UsageError(
                     f"the forward of a {type(block).__name__} changes its buffer {name}, which would change again in "

@@ -37,7 +37,7 @@ def check(config: StrategyConfig, backend: type[Backend]) -> None:
 
 
 def make(config: StrategyConfig) -> Feature:
-    """Return what replaces the random numbers that modules draw in their forwards."""
+    """Return the feature that replaces the random numbers that modules draw in their forwards."""
     from unitrain.features.exact_randomness.randomness import ExactRandomness
 
     return ExactRandomness()

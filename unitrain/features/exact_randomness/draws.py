@@ -27,7 +27,7 @@ class SampleDraw:
 
     def _bits(self, width: torch.dtype) -> Tensor:
         """Return integers of the given width with random bits."""
-        parts = 8 // width.itemsize
+        parts = 8 // width.itemsize  # of a hash, each a number
         state, inner = self._seeds.clone(), self._shape[1:] or (1,)
         for i, size in enumerate(inner):
             count = -(-size // parts) if i == len(inner) - 1 else size
@@ -37,7 +37,7 @@ class SampleDraw:
 
     def below(self, probability: float) -> Tensor:
         """Return which elements are below a probability."""
-        if probability >= 1:
+        if probability >= 1:  # its limit would not fit an int32
             return torch.ones(self._shape, dtype=torch.bool, device=self._seeds.device)
         return self._bits(torch.int32) < int(probability * 2**32) - 2**31
 
@@ -52,6 +52,7 @@ class SampleDraw:
 
         Box, Muller, "A note on the generation of random normal deviates" (Ann. Math. Stat. 29, 1958).
         """
+        # The logarithm of 1 minus a uniform number, which is never 0.
         radius = (-2 * torch.log1p(-self.uniform(dtype))).sqrt()
         self._seeds = mix(self._seeds + _SIGNED_GOLDEN)
         return radius * torch.cos(2 * math.pi * self.uniform(dtype))

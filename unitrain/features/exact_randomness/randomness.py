@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from unitrain.errors import ConfigError, UsageError
 from unitrain.features.exact_randomness.draws import SampleDraw
 from unitrain.rng import derived_seed, mixed, seed_torch
 from unitrain.training.feature import Feature
-from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.passes import ModulePass
 from unitrain.training.models.precision import hook_handles
@@ -39,15 +38,10 @@ _aten = torch.ops.aten
 class ExactRandomness(Feature, ModulePass):
     """Enters and leaves the mode in which random numbers belong to samples: in forwards, and in their backward."""
 
-    _batches: OpenBatches
-    _device: torch.device
-    _rank: int
-    _shares: tuple[int, ...]
-
     def __init__(self) -> None:
         self._place: tuple[int, int, int, int] | None = None  # seed, epoch, step and start of the micro-batch
         self._forwards = 0  # of this micro-batch
-        self._mode = _Mode()
+        self._mode = _Mode()  # type: ignore[no-untyped-call]
         self._entered: list[tuple[Tensor, Any] | None] = []
 
     def plug_in(self, sockets: Sockets) -> None:
@@ -147,13 +141,13 @@ class ExactRandomness(Feature, ModulePass):
 
 
 def _states_of_others() -> Any:
-    """Return what changes when python's or numpy's generator is drawn from."""
+    """Return a state that changes when python's or numpy's generator is drawn from."""
     numpys = np.random.get_state(legacy=False)["state"]
     return random.getstate(), numpys["pos"], int(numpys["key"][0])
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces what operators draw.
+    """Replaces the random numbers that operators draw.
 
     Attributes:
         samples: a hash for each sample of the batch; None if the batch is unknown.
@@ -161,11 +155,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         in_update: whether an optimizer steps, where none is.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.samples: Tensor | None = None
-        self.in_forward: bool = True
-        self.in_update: bool = False
+    samples: Tensor | None = None
+    in_forward: bool = True
+    in_update: bool = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,7 +175,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"exact_randomness does not cover {func.name()}: of the operators that draw random numbers, it covers "
                 f"dropout, bernoulli, rand, randint, uniform_, randn and normal_.{hint}"
             )
-        sizes = next((one for one in args if isinstance(one, (list, tuple))), None)  # of a factory function
+        sizes = next((value for value in args if isinstance(value, (list, tuple))), None)  # of a factory function
         shape = tuple(args[0].shape if sizes is None else sizes)
         if shape and not self.in_forward and (self.samples is None or shape[0] != len(self.samples)):
             return func(*args, **kwargs)  # of a hook of a gradient, say
@@ -230,19 +222,17 @@ def _dropout(draw: SampleDraw, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
 def _in_range(draw: SampleDraw, args: Any, kwargs: Any) -> Tensor:
     low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
     high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
-    found: Tensor = args[0].copy_(low + draw.uniform(args[0].dtype) * (high - low))
-    return found
+    return cast(Tensor, args[0].copy_(low + draw.uniform(args[0].dtype) * (high - low)))
 
 
 def _normally(draw: SampleDraw, args: Any, kwargs: Any) -> Tensor:
     mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
     deviation = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
-    found: Tensor = args[0].copy_(mean + draw.normal(args[0].dtype) * deviation)
-    return found
+    return cast(Tensor, args[0].copy_(mean + draw.normal(args[0].dtype) * deviation))
 
 
 def _made(draw: Callable[[torch.dtype], Tensor], args: Any, kwargs: Any) -> Tensor:
-    """Return what was drawn, with the dtype and device that a factory function was given."""
+    """Return drawn numbers with the dtype and device that a factory function was given."""
     like = args[0] if isinstance(args[0], Tensor) else None
     dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
     device = kwargs.get("device") or (torch.get_default_device() if like is None else like.device)
@@ -251,8 +241,8 @@ def _made(draw: Callable[[torch.dtype], Tensor], args: Any, kwargs: Any) -> Tens
 
 def _integers(draw: SampleDraw, args: Any, kwargs: Any) -> Tensor:
     low, high = (0, args[0]) if len(args) == 2 else args[:2]  # the last is the size
-    found: Tensor = (low + draw.uniform(torch.float64) * (high - low)).floor().clamp(max=high - 1)
-    return found.to(kwargs.get("device") or torch.get_default_device(), kwargs.get("dtype") or torch.int64)
+    drawn: Tensor = (low + draw.uniform(torch.float64) * (high - low)).floor().clamp(max=high - 1)
+    return drawn.to(kwargs.get("device") or torch.get_default_device(), kwargs.get("dtype") or torch.int64)
 
 
 _REPLACEMENTS: dict[Any, Callable[[SampleDraw, Any, Any], Any]] = {

@@ -68,7 +68,7 @@ def check(config: StrategyConfig, backend: type[Backend]) -> None:
 
 
 def make(config: StrategyConfig) -> Feature:
-    """Return what averages weights after rounds, in place of gradients in steps."""
+    """Return the feature that averages weights after rounds, in place of gradients in steps."""
     from unitrain.features.local_sgd.rounds import LocalSGD
 
     return LocalSGD(Settings.of(config).local_sgd)

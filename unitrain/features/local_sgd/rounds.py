@@ -19,20 +19,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from unitrain import call_site
+from unitrain.checkpoint.names import in_order
+from unitrain.checkpoint.sharded.saving import of_rank
+from unitrain.communication.communicator import Communicator
 from unitrain.communication.sharding import divided
+from unitrain.communication.state_transfer import SentState, needed
 from unitrain.device import HALF_DTYPES
-from unitrain.errors import UsageError
+from unitrain.errors import CheckpointError, UsageError
 from unitrain.features.local_sgd import LocalSGDSettings
-from unitrain.features.local_sgd.states import LocalStates
 from unitrain.training.feature import Feature
 from unitrain.training.gradients.gradients import GradientReducer
 from unitrain.training.gradients.guard import GuardedStep
@@ -41,13 +42,14 @@ from unitrain.training.loop.judge import Findings, NonFinitePolicy
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.window import Window
 from unitrain.training.models.buffers import BufferSync
+from unitrain.training.state_parts import StatePart
 
-_MOMENTUM, _GRADIENT, _OWN = "momentum_buffer", "gradient", "own weight"
+_MOMENTUM, _GRADIENT, _LOCAL = "momentum_buffer", "gradient", "local weight"
 _MIXED = 0.5  # share of the shared weights of a fragment in what a rank continues with
 
 
 class _Fragment(NamedTuple):
-    """Weights that are averaged together, what the ranks share of them, and what sums their differences."""
+    """Weights that are averaged together, the weights that ranks share, and the reducer of the differences."""
 
     weights: list[Parameter]
     shared: list[Parameter]
@@ -82,11 +84,12 @@ class LocalSGD(Feature, Replicas):
         self._sent: list[_Fragment] = []  # and not taken yet
         self._reducers: list[GradientReducer] = []  # not waited for yet
         momentum = settings.outer_momentum
+        # It steps the shared weights. torch refuses optimizers without parameters, and there are none yet.
         self._outer = SGD([torch.zeros(0)], lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0)
-        self._momentum: dict[Tensor, Tensor] = {}  # of weights, until they are trained
+        self._shared_of: dict[Parameter, Parameter] = {}  # by the weight, also if it is frozen meanwhile
 
     def plug_in(self, sockets: Sockets) -> None:
-        """Average weights after rounds, in place of gradients in steps, and save what ranks don't share."""
+        """Average weights after rounds, in place of gradients in steps, and save the states that ranks don't share."""
         super().plug_in(sockets)
         self._communicator = communicator = sockets.communicator
         self._prepared, config = sockets.prepared, sockets.config
@@ -96,9 +99,10 @@ class LocalSGD(Feature, Replicas):
         self._make_reducer = partial(
             GradientReducer,
             collectives=communicator.collectives,
-            armed=lambda: False,
+            armed=lambda: False,  # no backward: the gradients of shared weights are set by hand
             wire_dtype=HALF_DTYPES.get(config.compression),
         )
+        # All ranks have the same averages, and so agree on whether they are finite.
         self._guard = GuardedStep(communicator.device, None, None)
         sockets.averaging = Averaging(unit=communicator.world_size)
         sockets.replicas = self
@@ -132,7 +136,8 @@ class LocalSGD(Feature, Replicas):
         self._parameters = parameters
         if self.steps == 0:
             trained = [p for p in parameters if p.requires_grad]
-            if len(trained) != len(self._weights) or not all(map(is_, trained, self._weights)):
+            # By identity, since tensors compare elements.
+            if list(map(id, trained)) != list(map(id, self._weights)):
                 self._watch(trained)
             torch._foreach_copy_([*self._shared], [*self._weights])
 
@@ -148,28 +153,19 @@ class LocalSGD(Feature, Replicas):
         return True
 
     def end_step(self) -> bool:
-        """Average what is due after a step."""
+        """Average the fragments that are due after a step."""
         if self.is_open:
             return False
         if self.steps:
-            self._average(ends=self.fragments == 1)
+            self._average(ends=self.fragments == 1)  # with fragments, only an epoch ends a round
         return True
 
     def end_epoch(self) -> bool:
-        """End the round, if one is open: average what the ranks have learned."""
+        """End the round, if one is open: average the weights of the ranks."""
         if not self.steps:
             return False
         self._average(ends=True)
         return True
-
-    def _average(self, *, ends: bool) -> None:
-        """Average, and end the run if a step of the round was not finite. Collective."""
-        pulse = self._communicator.collectives.pulse
-        with pulse.within(WAITING):
-            when = f"within the {self.at_stake} steps up to step {pulse.step}"
-            if not self.average(ends=ends):
-                own = self._first_failure or (True, False, None)
-                self._nonfinite.end(self._nonfinite.message(own, self._parameters, when))
 
     def _watch(self, trained: list[Parameter]) -> None:
         if sum(p.numel() > 0 for p in trained) < self.fragments:
@@ -177,42 +173,45 @@ class LocalSGD(Feature, Replicas):
                 f"local_sgd.fragments is {self.fragments}, but only {len(trained)} parameters are trained, and each "
                 "fragment needs one: set it to fewer."
             )
-        for weight, shared in zip(self._weights, self._shared, strict=True):
-            if _MOMENTUM in self._outer.state[shared]:
-                self._momentum[weight] = self._outer.state[shared][_MOMENTUM]
-        self._outer.state.clear()
-        self._weights, self._shared = trained, [Parameter(torch.empty_like(p)) for p in trained]
+        self._weights, self._shared = trained, [self._shared_with(p) for p in trained]
         self._guard.all_plain = all(p.device == self._communicator.device for p in trained)
         self._outer.param_groups[0]["params"] = self._shared
-        for weight, shared in zip(trained, self._shared, strict=True):
-            if weight in self._momentum:
-                self._outer.state[shared][_MOMENTUM] = self._momentum.pop(weight).to(shared)
         part_of, self._fragments = divided(trained, [0] * self.fragments), []
         for n in range(self.fragments):
             weights = [weight for weight in trained if part_of[weight] == n]
-            parts = [shared for weight, shared in zip(trained, self._shared, strict=True) if part_of[weight] == n]
-            self._fragments.append(_Fragment(weights, parts, self._make_reducer(parts, name=f"local steps.{n}")))
+            shared = [self._shared_of[weight] for weight in weights]
+            self._fragments.append(_Fragment(weights, shared, self._make_reducer(shared, name=f"local steps.{n}")))
+
+    def _shared_with(self, weight: Parameter) -> Parameter:
+        """Return the shared weight that belongs to a weight of the model."""
+        if weight not in self._shared_of:
+            self._shared_of[weight] = Parameter(torch.empty_like(weight))
+        return self._shared_of[weight]
 
     @torch.no_grad()
-    def average(self, *, ends: bool) -> bool:
+    def _average(self, *, ends: bool) -> None:
         """Take the fragment that is under way, and send the next one, or all of them if the round ends. Collective.
 
-        Returns:
-            Whether what was taken was finite on all ranks; otherwise a round begins with the shared weights of before.
+        If a fragment is non-finite on a rank, since a step of its was, the run ends with the last shared weights.
         """
         watched = set(self._weights)
         if any(p.requires_grad and p not in watched for p in self._parameters):
             raise UsageError("a parameter was unfrozen within a round of local_sgd: change it after an epoch.")
-        finite = self._take()
-        if finite:
-            self._send(self._fragments if ends else [self._fragments[(self._due - 1) % self.fragments]])
-            finite = not ends or self._take()
-        if ends or not finite:
-            torch._foreach_copy_([*self._weights], [*self._shared])
-            self.steps, self.failed = 0, False
-        if finite:
-            self._share_buffers()
-        return finite
+        pulse = self._communicator.collectives.pulse
+        with pulse.within(WAITING):
+            when = f"within the {self.at_stake} steps up to step {pulse.step}"
+            finite = self._take()
+            if finite:
+                self._send(self._fragments if ends else [self._fragments[(self._due - 1) % self.fragments]])
+                finite = not ends or self._take()
+            if ends or not finite:
+                torch._foreach_copy_([*self._weights], [*self._shared])
+                self.steps, self.failed = 0, False
+            if finite:
+                self._share_buffers()
+            else:
+                findings = self._first_failure or (True, False, None)
+                self._nonfinite.end(self._nonfinite.message(findings, self._parameters, when))
 
     def _send(self, fragments: list[_Fragment]) -> None:
         """Start to average how far the weights are from the shared ones."""
@@ -220,8 +219,8 @@ class LocalSGD(Feature, Replicas):
             differences = torch._foreach_sub([*shared], [*weights])
             # NaN for all ranks to see.
             torch._foreach_div_(differences, torch.nan if self.failed else self._communicator.world_size)
-            for one, difference in zip(shared, differences, strict=True):
-                one.grad = difference
+            for parameter, difference in zip(shared, differences, strict=True):
+                parameter.grad = difference
             if self._communicator.world_size > 1:
                 reducer.start()
                 self._reducers.append(reducer)
@@ -232,19 +231,19 @@ class LocalSGD(Feature, Replicas):
             self._buffers.after_update(self._optimizer, self._parameters, True)
 
     def wait(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the fragments that are under way."""
         while self._reducers:
             self._reducers.pop(0).finish()
 
     def _take(self) -> bool:
         """Let the outer optimizer step, and mix its result with this rank's weights; not if it is non-finite."""
         self.wait()
-        stepped = [one for fragment in self._sent for one in fragment.shared]
+        stepped = [shared for fragment in self._sent for shared in fragment.shared]
         if not stepped:
             return True
         finite, _ = self._guard(self._outer, stepped, self._guard.gradients(stepped))
-        for one in stepped:
-            one.grad = None
+        for parameter in stepped:
+            parameter.grad = None
         for weights, shared, _ in self._sent if finite else ():
             torch._foreach_lerp_([*weights], [*shared], _MIXED)
         self._sent = []
@@ -300,7 +299,7 @@ class LocalSGD(Feature, Replicas):
             )
 
     def collect(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the outer optimizer's state, and the mean of what is under way, for which it waits.
+        """Wait for the fragment under way. Return its mean with the outer optimizer's state.
 
         Values belong to the numbers of parameters of the optimizer that trains them.
         """
@@ -309,15 +308,18 @@ class LocalSGD(Feature, Replicas):
         for number, shared in self._numbered(optimizer):
             if shared.grad is not None:
                 state[number][_GRADIENT] = shared.grad
+        # With another schedule, the number of steps would mean another place in a round.
         schedule = [self.steps, self.length, self.fragments]
         return {"state": state, "param_groups": optimizer.state_dict()["param_groups"], "schedule": schedule}
 
-    def with_own(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Return a state of parameters with this rank's weights, if the model has the shared ones within a round."""
+    def with_local(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """Add this rank's weights to a state of parameters, if the model has the shared ones within a round."""
         if not self.swapped:
             return state
-        own = {n: {**state["state"].get(n, {}), _OWN: one.detach()} for n, one in self._numbered(optimizer)}
-        return {**state, "state": {**state["state"], **own}, "failed": self.failed}
+        states = state["state"]
+        # The model has the shared weights now, and their place has those of this rank.
+        local = {n: {**states.get(n, {}), _LOCAL: held.detach()} for n, held in self._numbered(optimizer)}
+        return {**state, "state": {**states, **local}, "failed": self.failed}
 
     def _numbered(self, optimizer: Optimizer) -> list[tuple[int, Parameter]]:
         """Return the shared weights with the numbers of their parameters."""
@@ -325,24 +327,84 @@ class LocalSGD(Feature, Replicas):
         return [(numbers[weight], shared) for weight, shared in zip(self._weights, self._shared, strict=True)]
 
     @torch.no_grad()
-    def restore(self, state: Mapping[str, Any], own: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Load these states for the parameters of an optimizer, which have the shared weights.
+    def restore(self, state: Mapping[str, Any], local: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Load states for the parameters of an optimizer, which have the shared weights.
 
-        Without weights in this rank's own state, or with one of another schedule, a new round begins.
+        Args:
+            state: as ``collect`` has returned it.
+            local: this rank's state. If it has no weights, or another schedule, a new round begins.
+            optimizer: the optimizer.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.wait()
-        self._weights, self._shared, self._sent, self.steps, self.failed = [], [], [], 0, False
-        self._momentum = {parameters[n]: one[_MOMENTUM] for n, one in state["state"].items() if _MOMENTUM in one}
+        # New shared weights: those of now may have the gradients of fragments that were under way.
+        self._shared_of, self._sent, self.steps, self.failed = {}, [], 0, False
+        self._outer.state.clear()
         self._watch([p for p in parameters if p.requires_grad])
-        weights = {n: one.pop(_OWN) for n, one in own["state"].items() if _OWN in one}
+        for number, entry in state["state"].items():
+            if _MOMENTUM in entry:
+                shared = self._shared_with(parameters[number])
+                self._outer.state[shared][_MOMENTUM] = entry[_MOMENTUM].to(shared)
+        weights = {n: entry.pop(_LOCAL) for n, entry in local["state"].items() if _LOCAL in entry}
         if not weights or state["schedule"][1:] != [self.length, self.fragments]:
             return
-        self.steps, self.failed = state["schedule"][0], own["failed"]
+        self.steps, self.failed = state["schedule"][0], local["failed"]
         torch._foreach_copy_([*self._shared], [*self._weights])
         for number, weight in weights.items():
             parameters[number].copy_(weight)
         for number, shared in self._numbered(optimizer):
             if _GRADIENT in state["state"].get(number, {}):
                 shared.grad = state["state"][number][_GRADIENT].to(shared)
-        self._sent = [one for one in self._fragments if one.shared[0].grad is not None]
+        self._sent = [fragment for fragment in self._fragments if fragment.shared[0].grad is not None]
+
+
+class LocalStates(StatePart):
+    """The states that ranks don't share: their optimizer states, and their weights within a round.
+
+    A checkpoint has the shared weights, and rank 0's optimizer state beside them. This is the rest: the states of the
+    outer optimizer, and of the other ranks' optimizers, with the weights of each rank. Rank 0 collects them.
+    """
+
+    name = "local_sgd"
+
+    def __init__(self, communicator: Communicator, rounds: LocalSGD, optimizer: Optimizer) -> None:
+        self._ranks = communicator
+        self._rounds = rounds
+        self._optimizer = optimizer
+
+    @classmethod
+    def of(cls, communicator: Communicator, rounds: LocalSGD, objects: Mapping[str, Any]) -> LocalStates | None:
+        """Return the part of a checkpoint of these objects, if an optimizer is among them."""
+        optimizers = [value for value in objects.values() if isinstance(value, Optimizer)]
+        return cls(communicator, rounds, *optimizers) if optimizers else None
+
+    def collect(self) -> list[Any]:
+        """Return the states. Collective; only rank 0's result can be used."""
+        rounds, ranks, optimizer = self._rounds, self._ranks, self._optimizer
+        first = rounds.with_local(rounds.collect(optimizer), optimizer)
+        local = rounds.with_local(optimizer.state_dict(), optimizer)
+        return [first, *(of_rank(ranks, rank, local) for rank in range(1, ranks.world_size))]
+
+    def check(self, outline: list[Any], *, force: bool) -> None:
+        """Raise CheckpointError if saved states, given their outlines, come from another number of ranks."""
+        if len(outline) != self._ranks.world_size and not force:
+            raise CheckpointError(
+                f"with local_sgd, each rank has an optimizer state of its own, and the checkpoint has those of "
+                f"{len(outline)} ranks, not of {self._ranks.world_size}: resume with {len(outline)} processes, or with "
+                "resume(force=True), which gives all ranks rank 0's, and the weights that they share. Nothing was "
+                "loaded."
+            )
+
+    def in_order(self, saved: list[Any], optimizer: str, order: list[int]) -> list[Any]:
+        """Return the states of optimizers with parameters in another order."""
+        return [in_order(state, order) for state in saved]
+
+    def load(self, saved: SentState) -> None:
+        """Load the states that ``collect`` has returned. Collective."""
+        ranks, optimizer = self._ranks, self._optimizer
+        fits = len(saved.outline) == ranks.world_size
+        mine = {0, ranks.rank} if fits else {0}
+        states = saved.receive(new=needed(lambda path: path[0] in mine))
+        self._rounds.restore(states[0], states[ranks.rank] if fits else {"state": {}}, optimizer)
+        if ranks.rank in mine - {0}:
+            optimizer.load_state_dict(states[ranks.rank])

@@ -1,4 +1,4 @@
-"""Puts what torch has recorded on several ranks on one timeline: a trace in the format that Chrome and Perfetto read.
+"""Puts the events of several ranks on one timeline: a trace in the format that Chrome and Perfetto read.
 
 The clocks of hosts are compared by barriers. Nobody leaves one before all have entered it, so the times at which a rank
 enters and leaves bound the offset of its clock, as a request and its answer do in Cristian's algorithm (F. Cristian,
@@ -43,7 +43,7 @@ def compare_clocks(communicator: Communicator) -> tuple[Tensor, float, float]:
     entered, left = communicator.all_gather(times).unbind(2)
     low, high = (entered - left[0]).amax(1), (left - entered[0]).amin(1)
     same = (low <= 0) & (high >= 0)  # it counts from the start of the host, so this is the clock of rank 0's host
-    offsets, errors = (torch.where(same, 0.0, one / 2) for one in (low + high, high - low))
+    offsets, errors = (torch.where(same, 0.0, twice / 2) for twice in (low + high, high - low))
     return offsets, errors.max().item(), left[0, -1].item()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.state_transfer import in_chunks
 
 LARGE = 2**20  # bytes of a parameter that is sent from and into its own memory, without a copy
 BUFFER_BYTES = 2**24  # of all ranks together; one buffer is on its way while the one before is copied
@@ -22,7 +23,7 @@ Finish = Callable[[], None]
 
 
 class Exchange:
-    """Overwrites parameters on all ranks: each rank sends what it owns.
+    """Overwrites parameters on all ranks: each rank sends those that it owns.
 
     ``owned`` has the parameters of each rank; ``name`` identifies the collectives. Both are the same on all ranks.
     """
@@ -39,13 +40,15 @@ class Exchange:
                 else:
                     small[p.dtype][owner].append(p)
         for by_rank in small.values():
-            chunks = [_chunks(parameters, BUFFER_BYTES // len(owned)) for parameters in by_rank]
+            most = BUFFER_BYTES // len(owned)
+            chunks = [in_chunks(parameters, lambda p: p.nbytes, most) for parameters in by_rank]
             for of_ranks in zip_longest(*chunks, fillvalue=[]):
                 self._add(of_ranks, f"{name}.{len(self._small)}")
 
     def _add(self, of_ranks: Sequence[list[Tensor]], name: str) -> None:
         """Send small parameters of one dtype in one call, or in one call a rank, whichever takes less time."""
         sizes = [sum(p.nbytes for p in parameters) for parameters in of_ranks]
+        # A gather sends as much for each rank as for the one that owns most; broadcasts cost a call each.
         if len(sizes) * max(sizes) <= sum(sizes) + sum(map(bool, sizes)) * CALL_BYTES:
             self._small.append(partial(self._gather, of_ranks, max(sizes), name))
             return
@@ -56,14 +59,15 @@ class Exchange:
     @torch.no_grad()
     def __call__(self) -> None:
         """Overwrite the parameters. Collective."""
+        # First the large ones, which need no buffer: they are on their way while small ones are packed and copied.
         finishes = [start() for start in self._large]
         finish: Finish = lambda: None  # noqa: E731  (what was sent before)
         for start in self._small:
             following = start()
             finish()
             finish = following
-        for one in (finish, *finishes):
-            one()
+        for wait in (finish, *finishes):
+            wait()
 
     def _broadcast(self, parameters: list[Tensor], owner: int, name: str) -> Finish:
         ranks, first = self._collectives, parameters[0]
@@ -87,9 +91,9 @@ class Exchange:
 
     def _gather(self, of_ranks: Sequence[list[Tensor]], size: int, name: str) -> Finish:
         ranks = self._collectives
-        own = of_ranks[ranks.rank]
-        padding = torch.empty(size - sum(p.nbytes for p in own), dtype=torch.uint8, device=ranks.device)
-        packed = [_packed(own).view(torch.uint8)] if own else []
+        mine = of_ranks[ranks.rank]
+        padding = torch.empty(size - sum(p.nbytes for p in mine), dtype=torch.uint8, device=ranks.device)
+        packed = [_packed(mine).view(torch.uint8)] if mine else []
         wait = ranks.all_gather_async(torch.cat([*packed, padding]), name)
 
         def finish() -> None:
@@ -106,20 +110,7 @@ def _packed(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(flat: Tensor, parameters: list[Tensor]) -> None:
-    """Overwrite parameters with what ``_packed`` has made of them on another rank."""
+    """Overwrite parameters with those that another rank has ``_packed``."""
     sizes = [p.numel() for p in parameters]
     parts = torch.split(flat[: sum(sizes)], sizes)
     torch._foreach_copy_(parameters, [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)])
-
-
-def _chunks(parameters: list[Tensor], most: int) -> list[list[Tensor]]:
-    """Divide parameters into lists of at most so many bytes, and at least one parameter."""
-    chunks: list[list[Tensor]] = []
-    size = 0
-    for p in parameters:
-        if not chunks or size + p.nbytes > most:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(p)
-        size += p.nbytes
-    return chunks

@@ -9,7 +9,7 @@ parameters in the groups. Only while the optimizer steps, they have the ones of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,14 +17,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.owned import OwnedBy, refuse
-from unitrain.communication.sharding import divided
+from unitrain.communication.sharding import OwnedBy, divided, refuse
 from unitrain.errors import UsageError
-from unitrain.features.sharded_optimizer.coupling import refuse_coupled
 from unitrain.features.sharded_optimizer.exchange import Exchange
 from unitrain.process import print_stderr
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
+
+# How the names of optimizers begin that estimate one value for the whole model. A rank would do so for its part.
+_ESTIMATING = ("DAdapt", "DoG", "DoWG", "Mechanic", "Prodigy")
 
 
 class ShardedOptimizers(Feature):
@@ -48,23 +49,20 @@ class ShardedOptimizers(Feature):
             super().plug_in(sockets)
 
     def registered(self, optimizer: Optimizer) -> None:
-        """Shard an optimizer, or what was added to it since this was called before."""
+        """Shard an optimizer, or parameters that were added to it since this was called before."""
         if optimizer not in self._sharded:
-            refuse_coupled(optimizer)
+            _refuse_coupled(optimizer)
             _refuse_own_state_dict(optimizer)
             name = f"parameters of optimizer {len(self._sharded)}"
             self._sharded[optimizer] = _ShardedOptimizer(optimizer, self._communicator, name)
-        self._assign(p for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        owners = self._communicator.sharding.owners
+        owners.update(divided([p for p in parameters if p not in owners], self._loads))
         self._sharded[optimizer].lay_out(optimizer)
 
     def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
-        """Shard what was added to an optimizer."""
+        """Shard parameters that were added to an optimizer."""
         self.registered(optimizer)
-
-    def _assign(self, parameters: Iterable[Parameter]) -> None:
-        """Choose owners of new parameters."""
-        owners = self._communicator.sharding.owners
-        owners.update(divided([p for p in parameters if p not in owners], self._loads))
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """Let the hooks of scripts see all parameters."""
@@ -82,13 +80,13 @@ class _ShardedOptimizer:
     def __init__(self, optimizer: Optimizer, communicator: Communicator, name: str) -> None:
         self._communicator = communicator
         self._name = name
-        self._own: list[list[Parameter]] = []  # what each group has during a step
+        self._of_rank: list[list[Parameter]] = []  # what each group has during a step
         self._all: list[list[Parameter]] = []  # and before and after it
         self._stand_ins: dict[Parameter, Sequence[Parameter]] = {}
         self._their_state: dict[Any, Any] = {}
         self._depth = 0  # a class may call the step of its base class, with the same hooks
-        self._before = optimizer.register_step_pre_hook(self._enter)
-        self._after = optimizer.register_step_post_hook(self._leave)
+        self._pre_hook = optimizer.register_step_pre_hook(self._enter)
+        self._post_hook = optimizer.register_step_post_hook(self._leave)
         optimizer.register_state_dict_post_hook(self._with_owners)
         optimizer.register_load_state_dict_pre_hook(self._without_others)
         optimizer.register_load_state_dict_post_hook(_guard_state)
@@ -97,18 +95,19 @@ class _ShardedOptimizer:
         """Follow changes of the optimizer's groups, and forget state that other ranks have."""
         owners, rank = self._communicator.sharding.owners, self._communicator.rank
         owned: list[list[Parameter]] = [[] for _ in range(self._communicator.world_size)]
-        self._own, self._stand_ins, self._their_state = [], {}, {}
+        self._of_rank, self._stand_ins, self._their_state = [], {}, {}
         for group in optimizer.param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
-            own = [p for p in group["params"] if owners[p] == rank or not p.requires_grad]
+            # Frozen ones stay in each rank's group: they cost nothing, and no rank updates them.
+            updated = [p for p in group["params"] if owners[p] == rank or not p.requires_grad]
             for p in group["params"]:
                 if owners[p] != rank:
                     optimizer.state.pop(p, None)
             for p in trained:
                 owned[owners[p]].append(p)
             if trained and all(owners[p] != rank for p in trained):
-                own.append(self._standing_in_for(trained))
-            self._own.append(own)
+                updated.append(self._standing_in_for(trained))
+            self._of_rank.append(updated)
         _guard_state(optimizer)
         self._exchange = Exchange(self._communicator, owned, self._name)
 
@@ -123,8 +122,8 @@ class _ShardedOptimizer:
 
     def move_hooks(self, optimizer: Any) -> None:
         """Let the hooks of scripts see all parameters."""
-        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
-        optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._pre_hook.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._post_hook.id, last=False)
 
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Give the optimizer the parameters of this rank."""
@@ -134,14 +133,15 @@ class _ShardedOptimizer:
         if self._depth > 1:
             return
         for stand_in, parameters in self._stand_ins.items():
+            # As on the owner's rank, an optimizer that leaves out parameters without gradients makes a step, or none.
             stand_in.grad = torch.zeros_like(stand_in) if any(p.grad is not None for p in parameters) else None
         optimizer.state.update(self._their_state)
         self._all = [group["params"] for group in optimizer.param_groups]
-        for group, own in zip(optimizer.param_groups, self._own, strict=False):  # those added since then are frozen
-            group["params"] = own
+        for group, updated in zip(optimizer.param_groups, self._of_rank, strict=False):  # later groups are frozen
+            group["params"] = updated
 
     def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Give it the model's parameters back, and send what has been updated."""
+        """Give the optimizer the model's parameters back, and send those that it has updated."""
         self._depth -= 1
         if self._depth:
             return
@@ -149,7 +149,7 @@ class _ShardedOptimizer:
         self._exchange()
 
     def abandon(self, optimizer: Optimizer) -> None:
-        """Give it the model's parameters back, if it has this rank's."""
+        """Give the optimizer the model's parameters back, if it has this rank's."""
         if self._depth:
             self._depth = 0
             self._put_back(optimizer)
@@ -160,15 +160,15 @@ class _ShardedOptimizer:
         self._their_state = {p: optimizer.state.pop(p) for p in self._stand_ins if p in optimizer.state}
 
     def _with_owners(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict with an ``OwnedBy`` in place of what another rank has."""
+        """Return a state dict with an ``OwnedBy`` in place of each state that another rank has."""
         others = {number: OwnedBy(owner) for number, owner in self._others(optimizer, state_dict)}
         return {**state_dict, "state": {**state_dict["state"], **others}}
 
     def _without_others(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict without what another rank is to have."""
+        """Return a state dict without the states of parameters that other ranks own."""
         others = dict(self._others(optimizer, state_dict))
-        state = {number: its for number, its in state_dict["state"].items() if number not in others}
-        if any(isinstance(its, OwnedBy) for its in state.values()):
+        state = {number: entry for number, entry in state_dict["state"].items() if number not in others}
+        if any(isinstance(entry, OwnedBy) for entry in state.values()):  # it was another rank's when it was saved
             refuse()
         return {**state_dict, "state": state}
 
@@ -180,6 +180,19 @@ class _ShardedOptimizer:
                 owner = self._communicator.sharding.owners.get(p, rank)
                 if owner != rank:
                     yield number, owner
+
+
+def _refuse_coupled(optimizer: Optimizer) -> None:
+    """Raise UsageError if an optimizer is known to update a parameter by others, which other ranks may own."""
+    estimates = any(kind.__name__.startswith(_ESTIMATING) for kind in type(optimizer).__mro__)
+    # The option of Apex's, NVIDIA's and timm's LAMB, which clip by the norm of all gradients.
+    if estimates or any(group.get("max_grad_norm") for group in optimizer.param_groups):
+        reason = "estimates a value for all parameters" if estimates else "clips by the norm of all gradients"
+        remedy = "use an optimizer such as AdamW or Muon" if estimates else "set its max_grad_norm to None"
+        raise UsageError(
+            f"shard_optimizer does not support this {type(optimizer).__name__}: it {reason}, of which each rank has a "
+            f"part. Set shard_optimizer to false, or {remedy}{'' if estimates else ', and the setting clip_norm'}."
+        )
 
 
 def _refuse_own_state_dict(optimizer: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks do at a step with unusually large gradients."""
+"""Finds steps with unusually large gradients, which all ranks skip, or undo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Settings(Section):
 
 
 def make(config: StrategyConfig) -> Feature:
-    """Return what judges each step by the norm of its gradients."""
+    """Return the feature that judges each step by the norm of its gradients."""
     from unitrain.features.spikes.spikes import Spikes
 
     return Spikes(Settings.of(config).on_spike)

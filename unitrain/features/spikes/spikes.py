@@ -41,6 +41,7 @@ class Spikes(Feature):
         self._is_main, self._pulse = sockets.communicator.is_main, sockets.communicator.collectives.pulse
         self._ways_back = sockets.ways_back
         if self._policy == "rewind":
+            # Copies in memory are kept until they are so old.
             sockets.goes_back = _GOES_BACK
 
     def at_boundary(self) -> None:
@@ -77,15 +78,15 @@ class Spikes(Feature):
         self._print(f"{self._message} {done}")
 
     def _go_back(self) -> int | None:
-        before = self._pulse.step - _GOES_BACK
-        return next((step for way in self._ways_back if (step := way.go_back(before)) is not None), None)
+        newest = self._pulse.step - _GOES_BACK
+        return next((step for way in self._ways_back if (step := way.go_back(newest)) is not None), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the norms."""
         return {"norms": list(self._norms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with these norms."""
+        """Continue with these norms."""
         self._norms.clear()
         self._norms.extend(state["norms"])
 

@@ -41,7 +41,7 @@ def check(config: StrategyConfig, backend: type[Backend]) -> None:
 
 
 def make(config: StrategyConfig) -> Feature:
-    """Return what replaces BatchNorm layers of modules that are prepared."""
-    from unitrain.features.sync_batchnorm.synchronisation import Synchronisation
+    """Return the feature that replaces BatchNorm layers of modules that are prepared."""
+    from unitrain.features.sync_batchnorm.layers import Synchronisation
 
     return Synchronisation(only_torchs=not Settings.of(config).sync_batchnorm)

@@ -1,4 +1,7 @@
-"""BatchNorm layers with statistics of the global batch, with any backend, on CPU and GPU."""
+"""BatchNorm layers with statistics of the global batch, with any backend, on CPU and GPU.
+
+``Synchronisation`` replaces layers by these in ``prepare``, and puts the plain ones back in exports.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import CurrentBatch
 from unitrain.errors import ConfigError
+from unitrain.training.feature import Feature
+from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.batch_norm import GlobalBatchNorm, is_unsynchronised
+from unitrain.training.models.passes import ModulePass
 
 if TYPE_CHECKING:
     from unitrain.features.sync_batchnorm.ops import BatchStatistics, LayerContext
@@ -48,6 +54,7 @@ class SyncBatchNorm(GlobalBatchNorm):
         self.num_batches_tracked.add_(1)
         momentum = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.double()
         mean, variance, total, _ = statistics
+        # Bessel's correction, as in torch's running variance.
         unbiased = variance * (total / (total - 1).clamp(min=1))
         self.running_mean.add_(momentum * (mean.to(self.running_mean.dtype) - self.running_mean))
         self.running_var.add_(momentum * (unbiased.to(self.running_var.dtype) - self.running_var))
@@ -77,19 +84,19 @@ class _HasActivation(SyncBatchNorm):
 @lru_cache
 def _synced(plain: type[nn.Module]) -> type[SyncBatchNorm] | None:
     """Return the synchronised class of a BatchNorm class; None for a subclass: its forward may be different."""
-    timm = sys.modules.get("timm.layers")
-    own: dict[str, Any] = {"plain": plain, "local_forward": plain.forward}
+    timm = sys.modules.get("timm.layers")  # imported, if the model has layers of it
+    attributes: dict[str, Any] = {"plain": plain, "local_forward": plain.forward}
     bases: tuple[type, ...]
     if plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         bases = (SyncBatchNorm, plain)
     elif plain is nn.SyncBatchNorm:
         bases = (_OfAnyDimension,)  # torch's DDP refuses subclasses of its own on CPUs
-        own["local_forward"] = _BatchNorm.forward
+        attributes["local_forward"] = _BatchNorm.forward
     elif timm is not None and plain is timm.BatchNormAct2d:
         bases = (_HasActivation, nn.BatchNorm2d)
     else:
         return None
-    return type(f"Sync{plain.__name__}", bases, own)
+    return type(f"Sync{plain.__name__}", bases, attributes)
 
 
 def synchronise(
@@ -131,3 +138,35 @@ def revert(module: nn.Module) -> None:
         if isinstance(layer, SyncBatchNorm):
             del layer.ranks, layer.sync_name
             layer.__class__ = layer.plain  # type: ignore[assignment]
+
+
+class Synchronisation(Feature, ModulePass):
+    """Lets BatchNorm layers compute their statistics over the global batch.
+
+    Args:
+        only_torchs: synchronise torch's own ``SyncBatchNorm`` layers only, which the script has put there.
+    """
+
+    place = 10
+
+    def __init__(self, *, only_torchs: bool) -> None:
+        self._only_torchs = only_torchs
+        self.communicates: bool = not only_torchs
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Plug this into a run."""
+        self._sockets = sockets
+        super().plug_in(sockets)
+
+    def apply(self, module: nn.Module) -> None:
+        """Synchronise the layers of a module, whose names in calls are those without a compiler's wrapper."""
+        synchronise(
+            self._sockets.prepared.unwrap(module),
+            self._sockets.communicator,
+            self._sockets.batches.current_batch,
+            only_torchs=self._only_torchs,
+        )
+
+    def revert(self, copy: nn.Module) -> None:
+        """Make the layers of a copy those that they were, with the statistics of now."""
+        revert(copy)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ _RANKS: weakref.WeakValueDictionary[int, LayerContext] = weakref.WeakValueDictio
 
 
 class LayerContext:
-    """What a layer needs of the run.
+    """The parts of the run that a layer needs.
 
     A compiled graph refers to it by its ``key``, since the arguments of a custom operator are tensors and plain values.
     What changes between steps, such as whether the batch is a stand-in, is thus read when the graph runs.
@@ -47,12 +48,9 @@ class LayerContext:
 
         ValueError is raised on all ranks if there is only one value per channel.
         """
-        if torch.compiler.is_compiling():
-            output, *graphed = _normalise_op(x, weight, bias, eps, self.key, name)
-            return output, BatchStatistics(*graphed)
-        with torch.no_grad():
-            statistics = gather_statistics(x, self, name)
-        return _Normalise.apply(x, weight, bias, statistics, eps, self, name), statistics
+        normalise = _normalise_op if torch.compiler.is_compiling() else _Normalise.apply
+        output, *statistics = normalise(x, weight, bias, eps, self.key, name)
+        return output, BatchStatistics(*statistics)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerContext:
         """Return this object: a copy of a model runs on the same ranks."""
@@ -68,8 +66,8 @@ class BatchStatistics(NamedTuple):
     """Variance of each channel, without Bessel's correction, in float64."""
     total: Tensor
     """Number of rows of all ranks, as a float64."""
-    own: int | Tensor
-    """Number of rows of this rank; 0 for a stand-in. In a graph, a tensor on the CPU."""
+    local: Tensor
+    """Number of rows of this rank, a tensor on the CPU; 0 for a stand-in."""
 
 
 def gather_statistics(x: Tensor, ranks: LayerContext, name: str) -> BatchStatistics:
@@ -94,7 +92,7 @@ def gather_statistics(x: Tensor, ranks: LayerContext, name: str) -> BatchStatist
     share = counts / total.clamp(min=1)
     mean = (means * share).sum(0)
     variance = ((variances + (means - mean) ** 2) * share).sum(0)
-    return BatchStatistics(mean, variance, total, count)
+    return BatchStatistics(mean, variance, total, torch.as_tensor(count))
 
 
 def _normalised(
@@ -119,7 +117,7 @@ def _gradients(
     """Return the gradients of the input (None unless ``of_input``), of the weight and of the bias. Collective."""
     kind, channels = _computed_in(x), x.size(1)
     mean, variance = statistics.mean.to(kind), statistics.variance.to(kind)
-    if statistics.own:
+    if statistics.local:
         # The gradients for given statistics. That of the input lacks the part through the statistics.
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, None, None, False, eps,
@@ -127,15 +125,12 @@ def _gradients(
         )  # fmt: skip
     else:
         # Without rows, or for a stand-in: its gradient is 0, and nothing depends on its statistics.
-        grad_input, grad_weight, grad_bias = (
-            torch.zeros_like(x, dtype=kind),
-            mean.new_zeros(channels),
-            mean.new_zeros(channels),
-        )
+        grad_input = torch.zeros_like(x, dtype=kind)
+        grad_weight, grad_bias = torch.zeros_like(mean), torch.zeros_like(mean)
     sums = torch.cat([grad_bias, grad_weight]).double().to(ranks.communicator.device)
     ranks.communicator.collectives.all_reduce_async(sums, "sum", f"{name}.backward")()
     sums = sums.to(x.device)
-    if of_input and statistics.own:
+    if of_input and statistics.local:
         inverse_std = torch.rsqrt(variance + eps)
         scale = inverse_std if weight is None else inverse_std * weight.to(kind)
         by_bias, by_weight = (sums / statistics.total).to(kind).neg_().mul_(scale.repeat(2)).view(2, channels)
@@ -155,50 +150,24 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-class _Normalise(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        statistics: BatchStatistics,
-        eps: float,
-        ranks: LayerContext,
-        name: str,
-    ) -> Tensor:
-        kind = _computed_in(x)
-        mean, variance = statistics.mean.to(kind), statistics.variance.to(kind)
-        ctx.save_for_backward(x, weight, mean, variance, statistics.total)
-        ctx.plain = statistics.own, eps, ranks, name
-        return _normalised(x, weight, bias, mean, variance, eps)
-
-    @staticmethod
-    @once_differentiable  # a second derivative would be wrong: autograd does not see the all-reduce
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, variance, total = ctx.saved_tensors
-        count, *rest = ctx.plain
-        of_input, of_weight, of_bias, *_ = ctx.needs_input_grad
-        statistics = BatchStatistics(mean, variance, total, count)
-        grad_input, grad_weight, grad_bias = _gradients(grad, x, weight, statistics, *rest, of_input=of_input)
-        return grad_input, grad_weight if of_weight else None, grad_bias if of_bias else None, None, None, None, None
+# --------------------------------------------------------------------------------- eager, and as custom operators
 
 
-# ----------------------------------------------------------------------------------------------- custom operators
+def _normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: int, name: str
+) -> tuple[Tensor, ...]:
+    statistics = gather_statistics(x, _RANKS[ranks], name)
+    return _normalised(x, weight, bias, statistics.mean, statistics.variance, eps), *statistics
 
 
-@torch.library.custom_op(
+_normalise_op = torch.library.custom_op(
     "unitrain::batch_norm",
+    _normalise,
     mutates_args=(),
     schema="(Tensor x, Tensor? weight, Tensor? bias, float eps, int ranks, str name) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-def _normalise_op(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: int, name: str
-) -> tuple[Tensor, ...]:
-    mean, variance, total, count = gather_statistics(x, _RANKS[ranks], name)
-    return _normalised(x, weight, bias, mean, variance, eps), mean, variance, total, torch.as_tensor(count)
 
 
 @_normalise_op.register_fake
@@ -208,14 +177,7 @@ def _(x: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(x), mean, torch.empty_like(mean), mean.new_empty(()), count
 
 
-@torch.library.custom_op(
-    "unitrain::batch_norm_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor variance, Tensor total, Tensor count, "
-    "float eps, int ranks, str name, bool of_input) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-def _backward_op(
+def _backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -228,11 +190,21 @@ def _backward_op(
     name: str,
     of_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = BatchStatistics(mean, variance, total, int(count))
+    statistics = BatchStatistics(mean, variance, total, count)
     grad_input, grad_weight, grad_bias = _gradients(
         grad, x, weight, statistics, eps, _RANKS[ranks], name, of_input=of_input
     )
     return x.new_empty(0) if grad_input is None else grad_input, grad_weight, grad_bias
+
+
+_backward_op = torch.library.custom_op(
+    "unitrain::batch_norm_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor variance, Tensor total, Tensor count, "
+    "float eps, int ranks, str name, bool of_input) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
 
 
 @_backward_op.register_fake
@@ -247,18 +219,33 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(x, weight, *output[1:])
 
 
-def _differentiate(ctx: Any, grad: Tensor, *of_statistics: Any) -> tuple[Tensor | None, ...]:
+def _gradients_by(backward: Callable[..., tuple[Tensor, ...]], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_input, of_weight, of_bias, *others = ctx.needs_input_grad
-    grad_input, grad_weight, grad_bias = _backward_op(grad, *ctx.saved_tensors, *ctx.plain, of_input)
-    return (
-        grad_input if of_input else None,
-        grad_weight if of_weight else None,
-        grad_bias if of_bias else None,
-        *(None for _ in others),
-    )
+    gradients = backward(grad, *ctx.saved_tensors, *ctx.plain, of_input)
+    needed = zip(gradients, (of_input, of_weight, of_bias), strict=True)
+    return *(gradient if is_needed else None for gradient, is_needed in needed), *(None for _ in others)
 
 
-_normalise_op.register_autograd(_differentiate, setup_context=_save)
+_normalise_op.register_autograd(
+    lambda ctx, grad, *of_statistics: _gradients_by(_backward_op, ctx, grad), setup_context=_save
+)
+
+
+class _Normalise(torch.autograd.Function):
+    """The same without the dispatcher and the compiler."""
+
+    forward = staticmethod(_normalise)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, inputs, output)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.ranks = _RANKS[inputs[4]]  # lives as long as the graph, which may be longer than the layer
+
+    @staticmethod
+    @once_differentiable  # a second derivative would be wrong: autograd does not see the all-reduce
+    def backward(ctx: Any, grad: Tensor, *of_statistics: Any) -> tuple[Tensor | None, ...]:
+        return _gradients_by(_backward, ctx, grad)
 
 
 # Compilers may reorder operators that don't depend on each other, and differently for batches of another size. But

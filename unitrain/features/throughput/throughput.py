@@ -57,10 +57,10 @@ class Throughput(Feature):
     def plug_in(self, sockets: Sockets) -> None:
         """Begin to measure."""
         self._communicator = sockets.communicator
-        own = sockets.backend.devices
-        self._peak *= len(own) * self._communicator.world_size
+        of_backend = sockets.backend.devices
+        self._peak *= len(of_backend) * self._communicator.world_size
         # The script may have put layers of its models on other GPUs than the backend's.
-        in_use = [*own, *(device for module in sockets.prepared for device in devices_of(module))]
+        in_use = [*of_backend, *(device for module in sockets.prepared for device in devices_of(module))]
         self._gpus = [device for device in dict.fromkeys(in_use) if device.type == accelerator()]
         super().plug_in(sockets)
 
@@ -86,11 +86,12 @@ class Throughput(Feature):
         if self._iterations:
             self._await_device()
         totals = self.totals()
-        since = [now - before for now, before in zip(totals, self._read, strict=True)]
+        since = [now - read for now, read in zip(totals, self._read, strict=True)]
         self._read = totals
         ranks = self._communicator.all_gather(torch.tensor([*since, self._peak_memory()], dtype=torch.float64))
         samples, seconds, memory = ranks[:, 0].sum().item(), ranks[:, 1].max().item(), ranks[:, 4].max().item()
         _, mean_seconds, data, step, _ = ranks.mean(0).tolist()
+        # Within its steps, a rank also waits for the others.
         outside = ranks[:, 1] - ranks[:, 3]
         slowest, median = outside.max(0), outside.median().item()
         per_second = samples / seconds if seconds else 0.0
@@ -112,7 +113,7 @@ class Throughput(Feature):
         since = perf_counter()
         if self._iterations == 0:
             self._iterating_since = since
-        self._iterations += 1
+        self._iterations += 1  # several loaders may be iterated at once, and the time counts once
         try:
             for micro_batch, batch in batches:
                 self._data += perf_counter() - since

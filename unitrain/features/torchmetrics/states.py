@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.state_transfer import needed
+from unitrain.communication.state_transfer import SentState, needed
 from unitrain.errors import CheckpointError
-from unitrain.training.state_parts import SavedState, StatePart
+from unitrain.training.state_parts import StatePart
 
 # The states of two ranks as one state, by the names of torchmetrics' functions that reduce them over the ranks.
 _MERGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -98,7 +98,7 @@ class MetricStates(StatePart):
             )
         self._loaded = [name for name in metrics if name not in reasons]
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved: SentState) -> None:
         """Reset the metrics, and load the saved states, merged if they are of more ranks than there are. Collective."""
         # With fewer ranks than saved the states, each rank takes over several.
         mine = range(self._ranks.rank, len(saved.outline), self._ranks.world_size)

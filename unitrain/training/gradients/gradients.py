@@ -36,9 +36,9 @@ class _Bucket:
         self.views = []
         offset = 0
         for p in parameters:
-            # Its gradient has its parameter's strides (channels_last, say), which optimizers' fast paths need.
-            dense = p.is_contiguous() or is_dense(p)
-            stride = p.stride() if dense else torch.empty(p.size(), device="meta").stride()
+            # Its gradient has its parameter's strides (channels_last, say), which optimizers' fast paths need, or, if
+            # these have gaps, strides of the same order.
+            stride = torch.empty_like(p, device="meta").stride()
             self.views.append(self.flat.as_strided(p.size(), stride, offset))
             offset += p.numel()
         self.missing = len(parameters)  # gradients that the backward has not computed yet
@@ -112,6 +112,7 @@ class GradientReducer:
         self._armed = armed
         self._wire_dtype = wire_dtype
         self._overlap = overlap
+        # Of 25 MiB by default, as DDP's: smaller ones cost calls, larger ones are complete later.
         self._buckets = [
             _Bucket(group, f"{name}.{i}") for i, group in enumerate(_group(parameters, int(bucket_mb * 2**20)))
         ]
@@ -190,15 +191,3 @@ def _group(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[Paramet
         size += p.numel() * p.element_size()
         open_groups[kind] = (group, size) if size < cap_bytes else ([], 0)
     return groups
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor fills one block of memory, in any order of its dimensions, without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

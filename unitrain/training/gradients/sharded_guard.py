@@ -1,16 +1,19 @@
-"""The optimizer's step with sharded gradients: all ranks check and clip them identically."""
+"""The optimizer's step and the loss scale of fp16 with sharded gradients: all ranks check and clip them identically."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
+from unitrain.device import by_device
 from unitrain.training.gradients.guard import GuardedStep
 
 
@@ -21,20 +24,12 @@ class ShardedGuardedStep(GuardedStep):
 
     Args:
         communicator: sums the squares of norms, and takes the maximum of the flags.
-        clip_norm: see ``GuardedStep``; the norm is that of the whole gradients.
-        clip_value: see ``GuardedStep``.
-        forbids: see ``GuardedStep``.
+        limits: the other arguments of ``GuardedStep``. A norm is of the whole gradients.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        clip_norm: float | None,
-        clip_value: float | None,
-        forbids: Callable[[float], bool] | None = None,
-    ) -> None:
+    def __init__(self, communicator: Communicator, *limits: Any) -> None:
         self._collectives, self._sharding = communicator.collectives, communicator.sharding
-        super().__init__(communicator.device, clip_norm, clip_value, forbids)
+        super().__init__(communicator.device, *limits)
         self._in_memory = GuardedStep(torch.device("cpu"), None, None) if communicator.sharding.offloads else None
 
     def measure(self, *, for_verdicts: bool) -> None:
@@ -67,10 +62,7 @@ class ShardedGuardedStep(GuardedStep):
     def _scale(self, parameters: Iterable[Parameter], gradients: list[Tensor], limit: float, norm: Tensor) -> None:
         """Scale the local parts, which torch's function takes only from whole parameters."""
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
-        by_kind = defaultdict(list)  # foreach kernels are fast for tensors of one dtype and device
-        for gradient in gradients:
-            by_kind[gradient.dtype, gradient.device].append(gradient)
-        for same in by_kind.values():
+        for same in by_device(gradients):
             torch._foreach_mul_(same, factor.to(same[0].device))
 
     def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
@@ -94,3 +86,36 @@ def guard_for(
     if communicator.sharding.of_parameters:
         return ShardedGuardedStep(communicator, clip_norm, clip_value, forbids)
     return GuardedStep(communicator.device, clip_norm, clip_value, forbids)
+
+
+class ShardedScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` that unscales the local parts of gradients. Collective: one all-reduce of one element.
+
+    torch's own takes the gradients of an optimizer only if all are sharded, or none is. But what can't be sharded, such
+    as a scalar, is whole on every rank.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__(communicator.device.type)
+        self._collectives, self._sharding = communicator.collectives, communicator.sharding
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Return for each device whether a gradient is non-finite on any rank. ``unscale_`` calls this. Collective."""
+        # torch's method only reads the groups of the optimizer, so it can be given others, of local tensors.
+        local: Any = SimpleNamespace(param_groups=[{"params": list(self._parts(optimizer))}])
+        flags = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
+        for flag in flags.values():
+            # A step that one rank skips, and its smaller scale, must be the same on all.
+            self._collectives.all_reduce_async(flag, "max", "gradients.overflow")()
+        return flags
+
+    def _parts(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Yield this rank's parts of the parameters with gradients; the ``grad`` of each is the gradient's part."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    part = self._sharding.to_local(parameter.detach())
+                    part.grad = self._sharding.to_local(parameter.grad)
+                    yield part

@@ -83,7 +83,7 @@ def _plainly_read() -> str:
     The strategy is not told of the script's DataLoader, so its iterator is searched for among all objects.
     """
     for candidate in gc.get_objects():
-        kind = type(candidate)
+        kind = type(candidate)  # known by its module, since torch's classes of iterators are private
         if getattr(kind, "__module__", "") != DataLoader.__module__ or not hasattr(kind, "__next__"):
             continue
         for part in vars(candidate).values():
@@ -126,7 +126,7 @@ class SchedulerCheck:
         Args:
             scheduler: as it is passed to ``step``. ``last_epoch`` counts all of its steps, the script's too.
         """
-        count = getattr(scheduler, "last_epoch", 0)
+        count = getattr(scheduler, "last_epoch", 0)  # schedulers of other libraries may not count
         # Between two of the strategy's steps, the count of a scheduler must grow by that one step.
         self.pending = not self._steps or (count > self._due and self._steps < _STEPS)
         if self._steps == _STEPS and count > self._due:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from torch import Tensor
@@ -46,15 +47,19 @@ class Verdict:
         return False
 
 
+@dataclass(eq=False)
 class NonFinitePolicy:
-    """Applies ``on_nonfinite`` to a step, and reports which rank and parameter caused it."""
+    """Applies ``on_nonfinite`` to a step, and reports which rank and parameter caused it.
 
-    def __init__(
-        self, communicator: Communicator, prepared: PreparedModules, policy: Literal["stop", "skip", "raise"]
-    ) -> None:
-        self._communicator = communicator
-        self._prepared = prepared
-        self._policy = policy
+    Attributes:
+        communicator: of this process.
+        prepared: the modules whose parameters are named.
+        policy: the setting.
+    """
+
+    communicator: Communicator
+    prepared: PreparedModules
+    policy: Literal["stop", "skip", "raise"]
 
     def message(self, findings: Findings, parameters: Sequence[Parameter], when: str) -> str:
         """Return which ranks have a non-finite loss or gradient, and the first parameter. Collective.
@@ -64,7 +69,7 @@ class NonFinitePolicy:
             parameters: of the optimizer.
             when: the place in the run, such as "at step 3".
         """
-        ranks = self._communicator.all_gather_data(findings)
+        ranks = self.communicator.all_gather_data(findings)
         bad_losses = [rank for rank, (is_good, _, _) in enumerate(ranks) if not is_good]
         bad_gradients = [rank for rank, (_, is_good, _) in enumerate(ranks) if not is_good]
         if bad_losses:  # gradients are non-finite then as well, so they say nothing more
@@ -73,7 +78,7 @@ class NonFinitePolicy:
             owners = f" of {_ranks(bad_gradients)}" if bad_gradients else ""
             where = f"a gradient{owners} (the losses of all ranks were finite)"
         first = min((number for _, _, number in ranks if number is not None), default=None)  # of a shard on any rank
-        named = "" if first is None else f"; first affected parameter: {self._prepared.name(parameters[first])}"
+        named = "" if first is None else f"; first affected parameter: {self.prepared.name(parameters[first])}"
         return f"not finite {when}: {where}{named}."
 
     def findings(self, window: Window, *, averaged: bool) -> Findings:
@@ -89,10 +94,9 @@ class NonFinitePolicy:
 
     def _first_bad(self, parameters: Sequence[Parameter]) -> int | None:
         """Return the position of the first parameter with a non-finite reduced gradient on this rank."""
-        for i, parameter in enumerate(parameters):
-            if parameter.grad is not None and not is_finite(self._communicator.sharding.to_local(parameter.grad)):
-                return i
-        return None
+        gradients = ((i, p.grad) for i, p in enumerate(parameters) if p.grad is not None)
+        to_local = self.communicator.sharding.to_local
+        return next((i for i, gradient in gradients if not is_finite(to_local(gradient))), None)
 
     def handle(self, window: Window, when: str, *, averaged: bool) -> None:
         """Skip the step, or end the run. Collective: all ranks call this at the same step.
@@ -102,52 +106,51 @@ class NonFinitePolicy:
             Stopped: under ``stop``.
         """
         message = self.message(self.findings(window, averaged=averaged), window.parameters, when)
-        if self._policy != "skip":
+        if self.policy != "skip":
             self.end(message)
         self._print(f"unitrain: {message} The step was skipped on all ranks.")
 
     def end(self, message: str) -> NoReturn:
         """End the run: raise NonFiniteError under ``raise``, and Stopped under ``stop``."""
         advice = "The weights are those before it. Set on_nonfinite to skip to skip such steps."
-        if self._policy == "raise":  # for scripts that catch it, and mend the run themselves
+        if self.policy == "raise":  # for scripts that catch it, and mend the run themselves
             raise NonFiniteError(f"{message} {advice}")
         self._print(f"unitrain: stopped: {message} {advice}")
         raise Stopped(NonFiniteError.exit_code)
 
     def _print(self, line: str) -> None:
-        if self._communicator.is_main:
+        if self.communicator.is_main:
             print_stdout(line)
 
 
+@dataclass(eq=False)
 class Judge:
     """Asks the verdicts, and deals with steps that were not made.
 
-    Args:
+    Attributes:
         verdicts: on steps; the list may grow.
         nonfinite: applies ``on_nonfinite``.
         scale: of the losses, whose overflows make gradients infinite.
         averaged: whether gradients are averaged over the ranks in every step.
+        forbidding: the verdicts that have forbidden the last step.
     """
 
-    def __init__(
-        self, verdicts: Sequence[Verdict], nonfinite: NonFinitePolicy, scale: LossScale, *, averaged: bool
-    ) -> None:
-        self._verdicts = verdicts
-        self._nonfinite = nonfinite
-        self._scale = scale
-        self._averaged = averaged
-        self._forbidding: list[Verdict] = []
+    verdicts: Sequence[Verdict]
+    nonfinite: NonFinitePolicy
+    scale: LossScale
+    averaged: bool
+    forbidding: list[Verdict] = field(default_factory=list)
 
     @property
     def reads_norms(self) -> bool:
         """Whether a verdict depends on the norm of the gradients, so that each step must compute it."""
-        return any(type(verdict).forbids is not Verdict.forbids for verdict in self._verdicts)
+        return any(type(verdict).forbids is not Verdict.forbids for verdict in self.verdicts)
 
     def forbids(self, norm: float) -> bool:
         """Return whether a step with this norm of finite gradients is not to be made."""
         # All are asked, also after one has forbidden the step: each keeps count of the norms.
-        self._forbidding = [verdict for verdict in self._verdicts if verdict.forbids(norm)]
-        return bool(self._forbidding)
+        self.forbidding = [verdict for verdict in self.verdicts if verdict.forbids(norm)]
+        return bool(self.forbidding)
 
     def not_made(self, window: Window, norm: Tensor | None, number: int) -> None:
         """Continue without a step, or end the run. Called on all ranks for the same step.
@@ -162,12 +165,12 @@ class Judge:
             Stopped: the run ends here, by ``on_nonfinite`` or a verdict.
         """
         if norm is not None:
-            for verdict in self._forbidding:
+            for verdict in self.forbidding:
                 verdict.forbidden()
-        elif any(verdict.not_finite(window) for verdict in self._verdicts):
+        elif any(verdict.not_finite(window) for verdict in self.verdicts):
             return
-        elif not self._scale.handles_overflows:  # else a smaller scale may suffice: the step is skipped, as torch does
-            self._nonfinite.handle(window, f"at step {number}", averaged=self._averaged)
+        elif not self.scale.handles_overflows:  # else a smaller scale may suffice: the step is skipped, as torch does
+            self.nonfinite.handle(window, f"at step {number}", averaged=self.averaged)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

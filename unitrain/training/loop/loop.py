@@ -46,6 +46,7 @@ class TrainingLoop:
         if self.is_training():
             self.follows()
             self._batches.begin(iteration)
+            # Tells at its end whether it has trained, if the script steps an optimizer itself.
             iteration.began_at = self._optimizer_steps.count
             for measured in self._step.hooks.batches:
                 batches = measured(batches)
@@ -85,6 +86,7 @@ class TrainingLoop:
         if training:
             self._batches.take(micro_batch, iteration)
             if not micro_batch.count:
+                # Hooks only where the data need them: every forward would pay for them.
                 batch_norm.ignore_stand_ins(self._prepared, self._batches.current_batch)
             self._step.expect_next()
         else:

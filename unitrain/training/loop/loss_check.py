@@ -46,6 +46,7 @@ class LossCheck:
             step: number of steps before it.
             weighted: whether the script gives its weight, which makes up for other sums.
         """
+        # Ever more rarely, since a mistake of this kind is there from the first steps on.
         self.next_step = max(self.next_step, 1, 2 * step)
         message = ""
         with suppress(RuntimeError):  # a backward has freed the graph, as this one will say
@@ -62,6 +63,7 @@ class LossCheck:
         if node is None or node.name() not in ("DivBackward0", "MulBackward0"):
             return ""
         operand, inner = node._saved_other, node.next_functions[0][0]
+        # A factor with a gradient is learned, and no leftover; a sum of losses is divided to make their mean.
         if not isinstance(operand, Tensor) or operand.dim() or operand.requires_grad or inner is None or _adds(inner):
             return ""
         factor, divides = float(operand), node.name() == "DivBackward0"

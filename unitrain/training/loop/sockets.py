@@ -73,5 +73,6 @@ class Sockets:
     goes_back: int = 0
 
     def __post_init__(self) -> None:
+        # A single process keeps the default, whose methods do nothing.
         if self.communicator.world_size > 1:
             self.averaging = GradientAveraging(self.communicator, self.backend, self.config, self.passes)

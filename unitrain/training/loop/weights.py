@@ -122,7 +122,7 @@ class Weights:
 
     def __init__(self, communicator: Communicator, accumulate: int, unit: int) -> None:
         self._communicator = communicator
-        self._device = precise(communicator.device)
+        self._device = precise(communicator.device)  # that has float64, in which numbers of tokens add up exactly
         self._accumulate = accumulate
         self._unit = unit
         # Without a loader, all batches are taken to have one size, so each has the same weight.
@@ -166,6 +166,7 @@ class Weights:
     def as_tensor(self, weight: Weight) -> Tensor:
         """Return a weight as a new tensor on the device, without synchronising with a GPU if it is a float."""
         if isinstance(weight, Tensor):
+            # A copy, since the ranks sum it in place.
             return weight.detach().to(self._device, torch.float64, copy=True)
         return torch.full((), weight, dtype=torch.float64, device=self._device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,12 @@ class GlobalBatchNorm(_BatchNorm):
 def is_unsynchronised(layer: nn.Module) -> bool:
     """Return whether the running statistics of a layer, a BatchNorm, differ between ranks."""
     return isinstance(layer, _BatchNorm) and not isinstance(layer, GlobalBatchNorm)
+
+
+def _unsynchronised(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the layers in modules that are not synchronised."""
+    for module in modules:
+        yield from filter(is_unsynchronised, module.modules())
 
 
 class _StandInHooks:
@@ -45,13 +51,12 @@ class _StandInHooks:
 
 def ignore_stand_ins(modules: Iterable[nn.Module], current_batch: CurrentBatch) -> None:
     """Keep stand-ins out of the statistics of layers that are not synchronised. A second call does nothing."""
-    for module in modules:
-        for layer in module.modules():
-            if is_unsynchronised(layer) and _IGNORES not in vars(layer):
-                vars(layer)[_IGNORES] = True
-                hooks = _StandInHooks(current_batch)
-                layer.register_forward_pre_hook(hooks.before)
-                layer.register_forward_hook(hooks.after, always_call=True)
+    for layer in _unsynchronised(modules):
+        if _IGNORES not in vars(layer):
+            vars(layer)[_IGNORES] = True  # a deep copy has it too, as it has the hooks
+            hooks = _StandInHooks(current_batch)
+            layer.register_forward_pre_hook(hooks.before)
+            layer.register_forward_hook(hooks.after, always_call=True)  # also after an error in the forward
 
 
 @torch.no_grad()
@@ -60,16 +65,11 @@ def average_statistics(modules: Iterable[nn.Module], communicator: Communicator,
 
     A rank weighs as much as the share of the samples that it trains on.
     """
-    buffers = [
-        buffer
-        for module in modules
-        for layer in module.modules()
-        if is_unsynchronised(layer)
-        for buffer in (layer.running_mean, layer.running_var)
-        if isinstance(buffer, Tensor)
-    ]
+    statistics = [b for layer in _unsynchronised(modules) for b in (layer.running_mean, layer.running_var)]
+    buffers = [buffer for buffer in statistics if isinstance(buffer, Tensor)]
     if communicator.world_size == 1 or not buffers:
         return
+    # One call for all layers, in float64, so that each rank's share keeps its digits.
     flat = torch.cat([b.double().reshape(-1).to(communicator.device) for b in buffers]) * shares[communicator.rank]
     with communicator.collectives.pulse.within("averaging BatchNorm statistics"):
         communicator.collectives.all_reduce_async(flat, "sum", "batch_norm.statistics")()

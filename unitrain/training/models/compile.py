@@ -20,6 +20,7 @@ def compile_in_place(module: nn.Module, config: StrategyConfig) -> None:
     """
     if is_compiled(module):
         return
+    # True stands for torch's default mode.
     mode = config.compile if isinstance(config.compile, str) else None
     module.compile(mode=mode)
 

@@ -1,13 +1,16 @@
-"""Checks that all ranks have the same model, by one gather of checksums of its parameters and buffers.
+"""Checks that all ranks prepare the same models and optimizers, and that these stay the same.
 
-Every training epoch ends with it, and with a comparison of the optimizers' options: ranks that have drifted apart would
-average gradients of different models.
+Ranks compare a hash of facts on what they prepare, and the facts if it differs. Later they compare the values of
+parameters and buffers, by one gather of checksums. Every training epoch ends with that, and with a comparison of the
+optimizers' options: ranks that have drifted apart would average gradients of different models.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,42 +18,43 @@ from torch.optim import Optimizer
 
 from unitrain import call_site
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.comparison import difference_between_ranks
 from unitrain.errors import CommunicationError
 from unitrain.training.hooks import StepHook
 from unitrain.training.models.batch_norm import is_unsynchronised
-from unitrain.training.models.comparison import check_optimizers
 from unitrain.training.models.prepared import PreparedModules
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**20
 _CHUNK_IN_CACHE = 2**14  # ten times as fast on a CPU
 _ROUNDING = 1e-3
+_SAME = (
+    "Make the same optimizer on every rank, and step a ReduceLROnPlateau with the same metric, as a meter's value()."
+)
 _FACTOR = 6364136223846793005  # odd; of a linear congruential generator (Knuth)
 
 
+@dataclass(eq=False)
 class InSyncCheck(StepHook):
     """Checks all prepared models, and the options of all optimizers, at the end of each training epoch.
 
-    Args:
+    Attributes:
         communicator: of this process.
         prepared: the prepared modules.
         optimizers: returns the optimizers of the run, in the same order on all ranks.
     """
 
-    def __init__(
-        self, communicator: Communicator, prepared: PreparedModules, optimizers: Callable[[], list[Optimizer]]
-    ) -> None:
-        self._communicator = communicator
-        self._prepared = prepared
-        self._optimizers = optimizers
+    communicator: Communicator
+    prepared: PreparedModules
+    optimizers: Callable[[], list[Optimizer]]
 
     def at_epoch_end(self) -> None:
         """Check the models and the optimizers. Collective."""
         # First: other options are why the models differ.
-        for optimizer in self._optimizers():
-            check_optimizers(self._communicator, self._prepared, optimizer, options=True)
-        for module in self._prepared:
-            check_in_sync(self._communicator, self._prepared.unwrap(module), tolerance=_ROUNDING)
+        for optimizer in self.optimizers():
+            check_optimizers(self.communicator, self.prepared, optimizer, options=True)
+        for module in self.prepared:
+            check_in_sync(self.communicator, self.prepared.unwrap(module), tolerance=_ROUNDING)
 
 
 @torch.no_grad()
@@ -67,10 +71,9 @@ def check_in_sync(communicator: Communicator, module: nn.Module, tolerance: floa
     Raises:
         CommunicationError: a tensor differs; on every rank.
     """
-    local = [f"{name}.{key}" if name else key for name, layer in module.named_modules() if is_unsynchronised(layer)
-             for key, _ in layer.named_buffers()]  # fmt: skip
-    named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers())
-             if n not in set(local) and not communicator.sharding.is_sharded(t)]  # fmt: skip
+    local = {buffer for layer in module.modules() if is_unsynchronised(layer) for buffer in layer.buffers()}
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    named = [(name, t) for name, t in tensors if t not in local and not communicator.sharding.is_sharded(t)]
     if communicator.world_size == 1 or not named:
         return
     checksums = torch.stack([_checksum(tensor).to(communicator.device) for _, tensor in named])
@@ -112,3 +115,54 @@ def _checksum(tensor: Tensor) -> Tensor:
     for part in parts:
         total = total * _FACTOR + (part * odd[: len(part)]).sum()
     return total
+
+
+def check_models(communicator: Communicator, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise CommunicationError on every rank if names, shapes, dtypes or ``requires_grad`` differ. Collective."""
+    facts = {
+        f"tensor {i}": f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} "
+        f"requires_grad={tensor.requires_grad}"
+        for i, (name, tensor) in enumerate(named)
+    }
+    _check(communicator, facts, "models", "Build the same model on every rank, and freeze the same layers.")
+
+
+def check_optimizers(
+    communicator: Communicator, prepared: PreparedModules, optimizer: Optimizer, *, options: bool
+) -> None:
+    """Raise CommunicationError on every rank if an optimizer's class or parameter groups differ. Collective.
+
+    Names of parameters are compared in their order, which optimizers count their state by.
+
+    Args:
+        communicator: of this process.
+        prepared: knows the names of parameters.
+        optimizer: the optimizer.
+        options: compare the options of the groups (learning rate, momentum) as well.
+    """
+    facts = {"the class": type(optimizer).__name__}
+    for i, group in enumerate(optimizer.param_groups):
+        # By name, as parameters themselves can't be compared: each rank has its own objects.
+        names = [prepared.name(parameter) for parameter in group["params"]]
+        facts.update({f"parameter {j} of parameter group {i}": name for j, name in enumerate(names)})
+        if options:
+            facts.update(
+                {f"{key} of parameter group {i}": _plain(group[key]) for key in sorted(group) if key != "params"}
+            )
+    _check(communicator, facts, "optimizers", _SAME)
+
+
+def _plain(value: Any) -> str:
+    """Return a text that is the same for the same option on every rank: no address, as a repr may have one."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())  # of a learning rate for a compiled step, say
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_plain, value))})"
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def _check(communicator: Communicator, facts: Mapping[str, str], kind: str, remedy: str) -> None:
+    """Raise CommunicationError with the first fact that differs. Ranks send a hash first, and facts if it differs."""
+    difference = difference_between_ranks(communicator, facts)
+    if difference is not None:
+        raise CommunicationError(f"the {kind} of the ranks differ: {difference[0]} is {difference[1]}. {remedy}")

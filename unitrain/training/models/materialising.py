@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import broadcast_tensors, copy_own
 from unitrain.errors import UsageError
-from unitrain.module_copy import add_hooks, without_memory
+from unitrain.module_copy import in_place_of, without_memory
 from unitrain.rng import derived_seed, generators_restored, seed_generators
 
 Initialise = Callable[[nn.Module], object] | bool
@@ -84,8 +83,7 @@ class Values:
         tensors = dict(_named(module))  # found anew: the backend has replaced parameters by shards
         # Rather NaN than what the memory held: a weight that is never loaded then shows up in the first loss.
         for name in self.unknown:
-            part = self._communicator.sharding.to_local(tensors[name])
-            part.fill_(torch.nan if part.is_floating_point() or part.is_complex() else 0)
+            _fill_with_nan(self._communicator.sharding.to_local(tensors[name]))
         if self._initialiser is not None:
             for name, value in self._initialiser.values(self._drawn):
                 copy_own(self._communicator, tensors[name], value)
@@ -109,43 +107,37 @@ class _Initialiser:
     def values(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and buffers with their values, on the CPU. Raise UsageError if nothing initialises one."""
         for path, layer in list(self._skeleton.named_modules()):
-            empty = {name: tensor for name, tensor in _named(layer, prefix=path, recurse=False) if name in names}
-            for name, tensor in empty.items():
-                setattr(layer, name.rpartition(".")[2], _in_memory(tensor, "cpu"))
+            prefix = f"{path}." if path else ""
+            empty = {key: tensor for key, tensor in _named(layer, recurse=False) if prefix + key in names}
+            # NaN, or for ints the version, shows afterwards which tensors nothing has written.
+            versions = {}
+            for key, tensor in empty.items():
+                setattr(layer, key, _in_memory(tensor, "cpu"))
+                value = _fill_with_nan(getattr(layer, key).detach())
+                if not _has_nan(value):
+                    versions[key] = value._version
             if empty:
-                yield from self._initialised(path, layer, empty)
-            for name, tensor in empty.items():
-                setattr(layer, name.rpartition(".")[2], tensor)  # frees the memory of the values
+                self._initialise_outwards(path)
+            for key in empty:
+                value = getattr(layer, key).detach()
+                if value.isnan().any() or value._version == versions.get(key):
+                    raise UsageError(f"prepare() can't initialise {prefix}{key} of a {type(layer).__name__}. {_REMEDY}")
+                yield prefix + key, value
+            for key, tensor in empty.items():
+                setattr(layer, key, tensor)  # frees the memory of the values
 
-    def _initialised(self, path: str, layer: nn.Module, names: Collection[str]) -> list[tuple[str, Tensor]]:
-        """Return the tensors of a layer with their values, drawn by it and the modules that contain it.
+    def _initialise_outwards(self, path: str) -> None:
+        """Initialise a layer: as constructors run, an outer module may overwrite the values of its layers.
 
         Args:
             path: name of the layer in the model; "" for the model itself.
-            layer: the layer, with its tensors in memory.
-            names: of its tensors, in the model.
         """
-        values = {name: getattr(layer, name.rpartition(".")[2]).detach() for name in names}
-        # NaN, or for ints the version, shows afterwards which tensors nothing has written.
-        versions = {}
-        for name, value in values.items():
-            if value.is_floating_point() or value.is_complex():
-                value.fill_(torch.nan)
-            versions[name] = value._version
         parts = path.split(".") if path else []
         with generators_restored():
-            # From the layer outwards, as constructors run: an outer module may overwrite the values of its layers.
             for length in range(len(parts), -1, -1):
                 around = ".".join(parts[:length])
                 seed_generators(derived_seed(self._seed, path, around))
                 self._initialise(around, path)
-        for name in names:
-            value = getattr(layer, name.rpartition(".")[2]).detach()
-            is_number = value.is_floating_point() or value.is_complex()
-            if value.isnan().any() if is_number else value._version == versions[name]:
-                raise UsageError(f"prepare() can't initialise {name} of a {type(layer).__name__}. {_REMEDY}")
-            values[name] = value
-        return list(values.items())
 
     def _initialise(self, around: str, path: str) -> None:
         """Let the module named ``around`` initialise the tensors in memory, those of the layer at ``path``."""
@@ -209,14 +201,18 @@ def give_memory(module: nn.Module, device: torch.device, only: Collection[Tensor
                 setattr(layer, name, made[tensor])
 
 
+def _has_nan(tensor: Tensor) -> bool:
+    """Return whether there is NaN in a tensor's dtype."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _fill_with_nan(tensor: Tensor) -> Tensor:
+    """Fill a tensor with NaN, or with 0 if its dtype has none."""
+    return tensor.fill_(torch.nan if _has_nan(tensor) else 0)
+
+
 def _in_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
-    new = torch.empty_like(tensor.detach(), device=device)
-    if not isinstance(tensor, Parameter):
-        return new
-    parameter = Parameter(new, tensor.requires_grad)
-    vars(parameter).update(vars(tensor))  # attributes that scripts set, such as a flag for weight decay
-    add_hooks(parameter, of=tensor)
-    return parameter
+    return in_place_of(tensor, torch.empty_like(tensor.detach(), device=device))
 
 
 def _named(module: nn.Module, **options: Any) -> list[tuple[str, Tensor]]:

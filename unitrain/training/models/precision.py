@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import Precision as PrecisionName
 from unitrain.device import HALF_DTYPES, devices_of, precise
 from unitrain.errors import ConfigError
-from unitrain.training.gradients.sharded_scaler import ShardedScaler
+from unitrain.training.gradients.sharded_guard import ShardedScaler
 from unitrain.training.models.passes import ModulePass
 
 _HANDLES = "unitrain_hooks"  # an attribute of modules: a deep copy has handles of its own hooks
@@ -66,21 +67,9 @@ class _AutocastForward:
                 stack.pop().__exit__(None, None, None)
 
 
-def _to_double(value: Any) -> Any:
-    """Convert nested tensors, by code that compilers can trace."""
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_to_double, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_to_double, value))
-    if isinstance(value, dict):
-        return {k: _to_double(v) for k, v in value.items()}
-    return value
-
-
-def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _to_double(args), _to_double(kwargs)
+def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    # By torch's pytree, which compilers can trace.
+    return tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, (args, kwargs))
 
 
 def check_precision(name: PrecisionName, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -10,15 +11,15 @@ from torch.optim import Optimizer
 
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.owned import OwnedBy
-from unitrain.communication.state_transfer import broadcast_tensors, leaves, outline, receive_optimizer
+from unitrain.communication.sharding import OwnedBy
+from unitrain.communication.state_transfer import SentState, broadcast_tensors, leaves, outline
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import CurrentBatch
 from unitrain.device import devices_of
 from unitrain.errors import UsageError
 from unitrain.process import print_stderr
 from unitrain.rng import derived_seed, seed_rank
-from unitrain.training.models import batch_norm, comparison, supported
+from unitrain.training.models import batch_norm, in_sync, supported
 from unitrain.training.models.compile import compile_in_place
 from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
 from unitrain.training.models.passes import ModulePass
@@ -26,10 +27,11 @@ from unitrain.training.models.precision import remove_hooks
 from unitrain.training.models.prepared import PreparedModules
 
 
+@dataclass(eq=False)
 class Preparation:
     """Implements ``prepare`` of a strategy.
 
-    Args:
+    Attributes:
         communicator: of this process.
         backend: places and wraps modules.
         passes: changes of modules; the list may grow.
@@ -38,29 +40,18 @@ class Preparation:
         current_batch: tells BatchNorm layers of stand-ins.
         config: the settings.
         wraps: whether the backend wraps modules: it averages their gradients, or there is one process.
+        ranks_differ: whether the ranks draw different random numbers by now.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        backend: Backend,
-        passes: Sequence[ModulePass],
-        prepared: PreparedModules,
-        register: Callable[[Optimizer], object],
-        current_batch: CurrentBatch,
-        config: StrategyConfig,
-        *,
-        wraps: bool,
-    ) -> None:
-        self._communicator = communicator
-        self._backend = backend
-        self._passes = passes
-        self._prepared = prepared
-        self._register = register
-        self._current_batch = current_batch
-        self._wraps = wraps
-        self._config = config
-        self._ranks_differ = False  # in the random numbers that they draw
+    communicator: Communicator
+    backend: Backend
+    passes: Sequence[ModulePass]
+    prepared: PreparedModules
+    register: Callable[[Optimizer], object]
+    current_batch: CurrentBatch
+    config: StrategyConfig
+    wraps: bool
+    ranks_differ: bool = False
 
     def prepare(self, objects: Sequence[Any], initialise: Initialise = False) -> tuple[Any, ...]:
         """Prepare objects. See ``Strategy.prepare``. Collective.
@@ -84,72 +75,70 @@ class Preparation:
             supported.check_kind(item)
         modules = [item for item in objects if isinstance(item, nn.Module)]
         if modules:
-            for change in in_order(self._passes):
+            for change in in_order(self.passes):
                 change.inspect(modules)
         done = [self._module(item, initialise) if isinstance(item, nn.Module) else item for item in objects]
         for item in objects:
             if isinstance(item, Optimizer):
                 self._optimizer(item)
-        if not self._ranks_differ:
-            self._ranks_differ = True
+        if not self.ranks_differ:
+            self.ranks_differ = True
             # From here on, random numbers (dropout) differ between ranks; rank 0 draws as a single process does.
-            if self._communicator.rank > 0:
-                seed_rank(self._config.seed, self._communicator.rank)
+            if self.communicator.rank > 0:
+                seed_rank(self.config.seed, self.communicator.rank)
         return tuple(done)
 
     def keep_random_states(self) -> None:
         """Record that the ranks' random number generators have been restored: ``prepare`` seeds them no more."""
-        self._ranks_differ = True
+        self.ranks_differ = True
 
     def _module(self, module: nn.Module, initialise: Initialise) -> nn.Module:
         """Place, change, compare and wrap a module, in this order. Return it, perhaps wrapped."""
-        if module in self._prepared:
+        if module in self.prepared:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
         supported.check_module(module)
-        if self._communicator.world_size > 1:
+        if self.communicator.world_size > 1:
             supported.check_lookups(module)
-        plain = self._prepared.unwrap(module)
+        plain = self.prepared.unwrap(module)
         parameters = dict(plain.named_parameters())  # which optimizers have; moving or sharding may replace them
         values = self._values(plain, initialise)
         self._place(module)
-        for change in in_order(self._passes):
+        for change in in_order(self.passes):
             change.apply(module)
-        if self._communicator.world_size > 1:
-            comparison.check_models(self._communicator, [*module.named_parameters(), *module.named_buffers()])
+        if self.communicator.world_size > 1:
+            in_sync.check_models(self.communicator, [*module.named_parameters(), *module.named_buffers()])
             if values is None:
                 tensors = [*module.parameters(), *module.buffers()]
-                broadcast_tensors(self._communicator, tensors, tensors)
-        if self._config.compile:
-            if self._communicator.world_size > 1:
+                broadcast_tensors(self.communicator, tensors, tensors)
+        if self.config.compile:
+            if self.communicator.world_size > 1:
                 # Hooks that are added later would make the compiler start again.
-                batch_norm.ignore_stand_ins([module], self._current_batch)
-            compile_in_place(module, self._config)
-        wrapped = self._backend.wrap_model(module) if self._wraps else module
+                batch_norm.ignore_stand_ins([module], self.current_batch)
+            compile_in_place(module, self.config)
+        wrapped = self.backend.wrap_model(module) if self.wraps else module
         if values is not None:
             values.fill(plain)
             if values.unknown:
-                self._prepared.refuse_calls(plain, WithoutWeights(plain, values.unknown).end)
-        self._prepared.add(wrapped, module)
-        self._prepared.add_names(module)
-        self._prepared.replace(parameters, module)
+                self.prepared.refuse_calls(plain, WithoutWeights(plain, values.unknown).end)
+        self.prepared.add(wrapped, module, parameters)
         return wrapped
 
     def _values(self, module: nn.Module, initialise: Initialise) -> Values | None:
-        """Give tensors on the meta device memory. Return the source of their values; None if there are no such ones."""
-        seed = derived_seed("initialise", self._config.seed, sum(1 for _ in self._prepared))
-        values = Values.of(self._communicator, module, initialise, seed)
+        """Give tensors on the meta device memory. Return the source of their values; None if no tensor is there."""
+        seed = derived_seed("initialise", self.config.seed, sum(1 for _ in self.prepared))
+        values = Values.of(self.communicator, module, initialise, seed)
         if values is not None:
             # FSDP gives parameters memory itself, a unit at a time.
-            only = set(module.buffers()) if self._communicator.sharding.of_parameters else None
-            give_memory(module, self._backend.device, only)
+            only = set(module.buffers()) if self.communicator.sharding.of_parameters else None
+            give_memory(module, self.backend.device, only)
         return values
 
     def _place(self, module: nn.Module) -> None:
         """Place a module, and say so where a script may have meant another place."""
         old = devices_of(module)
-        self._backend.place(module)
+        self.backend.place(module)
         new = devices_of(module)
-        if not self._communicator.is_main:
+        if not self.communicator.is_main:
             return
         if len(new) > 1:
             print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, new))}.")
@@ -158,10 +147,10 @@ class Preparation:
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer its new parameters, and rank 0's state and options. Collective on several ranks."""
-        supported.check_optimizer(optimizer, shards_parameters=self._communicator.sharding.of_parameters)
-        self._prepared.update(optimizer)
-        self._prepared.check([p for group in optimizer.param_groups for p in group["params"]])
-        ranks = self._communicator
+        supported.check_optimizer(optimizer, shards_parameters=self.communicator.sharding.of_parameters)
+        self.prepared.update(optimizer)
+        self.prepared.check([p for group in optimizer.param_groups for p in group["params"]])
+        ranks = self.communicator
         if optimizer.state or ranks.world_size > 1:
             state = optimizer.state_dict()
             # State that is sharded already belongs to this rank.
@@ -170,11 +159,11 @@ class Preparation:
             expected = ranks.broadcast_object(outline(state) if saved and not is_local else None)
             if ranks.world_size > 1:
                 # With its state, rank 0's options are loaded on the other ranks, too.
-                comparison.check_optimizers(ranks, self._prepared, optimizer, options=expected is None)
+                in_sync.check_optimizers(ranks, self.prepared, optimizer, options=expected is None)
             if expected is not None:
                 # This also moves state that was loaded or made before the parameters were moved to the device.
-                receive_optimizer(ranks, optimizer, expected, state)
-        self._register(optimizer)
+                SentState(ranks, expected, state).load_into(optimizer)
+        self.register(optimizer)
 
 
 def in_order(passes: Iterable[ModulePass]) -> list[ModulePass]:

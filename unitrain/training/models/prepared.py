@@ -38,22 +38,6 @@ class PreparedModules:
         self._swapped: dict[object, Callable[[], None]] = {}
         self._refusals: dict[nn.Module, Callable[[], None]] = {}
 
-    def add_names(self, module: nn.Module) -> None:
-        """Record the names of a module's parameters."""
-        # Without the prefix of a compiled module: messages and checkpoints use the names of the original.
-        self._names.update({p: name for name, p in self.unwrap(module).named_parameters()})
-
-    def replace(self, parameters: Mapping[str, Parameter], module: nn.Module) -> None:
-        """Record which parameters of a module have replaced those that it had.
-
-        Args:
-            parameters: those that it had, by name.
-            module: the module, with the new ones under the same names.
-        """
-        for name, parameter in self.unwrap(module).named_parameters():
-            if parameters[name] is not parameter:
-                self._replaced[parameters[name]] = parameter
-
     def update(self, optimizer: Optimizer) -> None:
         """Give an optimizer the parameters that have replaced its own, in place. Its state stays."""
         for group in optimizer.param_groups:
@@ -62,9 +46,20 @@ class PreparedModules:
             if old in optimizer.state:
                 optimizer.state[new] = optimizer.state.pop(old)
 
-    def add(self, wrapped: nn.Module, module: nn.Module) -> None:
-        """Record the module that ``prepare`` returns for ``module``: a wrapper, or ``module`` itself."""
+    def add(self, wrapped: nn.Module, module: nn.Module, old: Mapping[str, Parameter] | None = None) -> None:
+        """Record a module, and the names of its parameters.
+
+        Args:
+            wrapped: what ``prepare`` returns for ``module``: a wrapper, or ``module`` itself.
+            module: the module.
+            old: the parameters that it had before, by name, if some were replaced.
+        """
         self._originals[wrapped] = module
+        # Without the prefix of a compiled module: messages and checkpoints use the names of the original.
+        for name, parameter in self.unwrap(module).named_parameters():
+            self._names[parameter] = name
+            if old is not None and old[name] is not parameter:
+                self._replaced[old[name]] = parameter
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._originals or module in self._originals.values()
@@ -112,6 +107,7 @@ class PreparedModules:
     @contextmanager
     def training_weights(self) -> Iterator[None]:
         """Give all modules the weights of training within a block."""
+        # None is swapped meanwhile, so that blocks of this kind may be nested.
         swapped, self._swapped = self._swapped, {}
         for exchange in swapped.values():
             exchange()
