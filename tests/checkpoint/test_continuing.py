@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,40 +16,23 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint import Checkpoint
-
-
-class Run:
-    """A small run that saves after every step."""
-
-    def __init__(self, folder: Path, config: dict[str, Any] | None = None, **settings: Any) -> None:
-        self.strategy = unitrain.init(backend="single", **settings)
-        self.model = nn.Linear(2, 1)
-        model, optimizer = self.strategy.prepare(self.model, torch.optim.SGD(self.model.parameters(), lr=0.1))
-        self.model, self.optimizer = model, optimizer
-        self.checkpoint: Checkpoint = self.strategy.checkpoint(folder, config=config, background=False, model=model)
-
-    def train(self, steps: int) -> Run:
-        for _ in range(steps):
-            self.strategy.step(self.model(torch.ones(1, 2)).sum(), self.optimizer)
-            self.checkpoint.save()
-        return self
-
-    def close(self) -> None:
-        self.strategy.close()
 
 
 def test_other_settings_are_listed_and_refused_unless_forced(tmp_path: Path) -> None:
-    Run(tmp_path, {"lr": 0.1, "epochs": 3}).train(1).close()
-    run = Run(tmp_path, {"lr": 0.2, "momentum": 0.9, "epochs": 3}, clip_norm=1.0, timeout_s=5)
-    before = run.model.weight.clone()
-    said = r"clip_norm was None and is now 1\.0; lr was 0\.1 and is now 0\.2; momentum was None and is now 0\.9\. Use"
-    with pytest.raises(CheckpointError, match=said):
-        run.checkpoint.resume()
-    assert torch.equal(run.model.weight, before)
-    assert run.strategy.global_step == 0
-    assert run.checkpoint.resume(force=True)
-    assert run.strategy.global_step == 1
+    with unitrain.init(backend="single") as strategy:
+        strategy.checkpoint(tmp_path, config={"lr": 0.1, "epochs": 3}, model=nn.Linear(2, 1), background=False).save()
+    with unitrain.init(backend="single", clip_norm=1.0, timeout_s=5) as strategy:
+        model = nn.Linear(2, 1)
+        before = nn.init.zeros_(model.weight).clone()
+        checkpoint = strategy.checkpoint(tmp_path, config={"lr": 0.2, "momentum": 0.9, "epochs": 3}, model=model)
+        said = (
+            r"clip_norm was None and is now 1\.0; lr was 0\.1 and is now 0\.2; momentum was None and is now 0\.9\. Use"
+        )
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.resume()
+        assert torch.equal(model.weight, before)
+        assert checkpoint.resume(force=True)
+        assert not torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +77,6 @@ def test_a_resumed_run_says_so_and_which_options_of_the_script_it_does_not_use(
         assert not options
 
 
-def test_a_run_of_its_own_does_not_save_among_another_s_checkpoints(tmp_path: Path) -> None:
-    Run(tmp_path).train(2).close()
-    run = Run(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"contains checkpoints of another run, up to step-0000000002: call resume\(\)"
-    ):
-        run.train(1)
-    assert steps_in(tmp_path) == [2, 1]
-    run.checkpoint.discard()
-    run.train(1)
-    assert steps_in(tmp_path) == [2], "it was at its first step when the save was refused"
-
-
 def train_among_others(folder: str, first: str) -> tuple[int, str]:
     """Open a checkpoint, call a method of it or none, train, and return the steps and the error."""
     with unitrain.init(backend="ddp", device="cpu") as strategy:
@@ -139,55 +108,6 @@ def test_another_run_s_checkpoints_are_found_before_the_first_step(tmp_path: Pat
     assert steps_in(tmp_path) == [6]
     assert run_ranks(train_among_others, folder, "resume") == [(0, "")] * 2
     assert run_ranks(train_among_others, folder, "discard") == [(6, "")] * 2
-
-
-def test_an_older_checkpoint_begins_a_branch_and_the_other_ends(tmp_path: Path) -> None:
-    first = Run(tmp_path).train(3)
-    weight = first.model.weight.clone()
-    first.close()
-    run = Run(tmp_path)
-    assert run.checkpoint.resume(tmp_path / "step-0000000002")
-    assert not torch.equal(run.model.weight, weight)
-    assert steps_in(tmp_path) == [3, 2, 1], "nothing is removed before there is something new"
-    run.train(1)
-    assert torch.equal(run.model.weight, weight)
-    assert steps_in(tmp_path) == [3, 2, 1]
-    run.close()
-    with pytest.raises(CheckpointError, match=r"step-0000000009 does not exist"):
-        Run(tmp_path).checkpoint.resume(tmp_path / "step-0000000009")
-
-
-def stop_within_an_evaluation(folder: str) -> tuple[int, int, int]:
-    """Return the code, the batches evaluated until then, and the steps that were saved."""
-    strategy = unitrain.init(timeout_s=60)
-    data = TensorDataset(torch.ones(4096, 2))
-    model = nn.Linear(2, 1)
-    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train = strategy.dataloader(data, global_batch_size=2048)
-    test = strategy.dataloader(data, batch_size=1)
-    strategy.checkpoint(folder, model=model, optimizer=optimizer, loader=train)
-    for (inputs,) in train:
-        strategy.step(model(inputs).sum() * 0, optimizer)
-    batches = code = 0
-    try:
-        with strategy.evaluation(model):
-            for (_,) in test:
-                if batches == 3 and strategy.rank == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                strategy.barrier()  # as fast as the slowest, so that the end does not come before the stop
-                batches += 1
-    except unitrain.Stopped as stopped:
-        code = int(stopped.code or 0)
-    strategy.close()
-    return code, batches, steps_in(Path(folder))[0]
-
-
-def test_an_evaluation_is_stopped_on_all_ranks_at_one_batch(tmp_path: Path) -> None:
-    first, second = run_ranks(stop_within_an_evaluation, str(tmp_path))
-    assert first == second
-    code, batches, step = first
-    assert (code, step) == (143, 2)
-    assert 3 < batches < 2048
 
 
 def begin(folder: str, rows: int) -> None:

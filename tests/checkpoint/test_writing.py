@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,3 @@ def test_the_digest_is_that_of_the_file(tmp_path: Path, value: dict[str, Any]) -
     content = path.read_bytes()
     assert described == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     assert torch.load(path).keys() == value.keys()
-
-
-def test_all_tensors_are_written_before_the_first_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, sha256 = threading.Event(), hashlib.sha256
-
-    class Slow:
-        def __init__(self) -> None:
-            self.digest = sha256()
-            self.hexdigest = self.digest.hexdigest
-
-        def update(self, data: bytes) -> None:
-            assert written.wait(30), "writing waits for the digest"
-            self.digest.update(data)
-
-    monkeypatch.setattr(hashlib, "sha256", Slow)
-    described = write_part(tmp_path / "part.pt", {"first": LARGE, "second": LARGE + 1}, written.set)
-    assert described["sha256"] == sha256((tmp_path / "part.pt").read_bytes()).hexdigest()

@@ -12,9 +12,9 @@ import unitrain
 from unitrain import UsageError
 
 
-def gather(backend: str) -> list[str]:
+def gather() -> list[str]:
     """Give tensors of other shapes, then of other dtypes, then such as go together."""
-    with unitrain.init(backend=backend, device="cpu", timeout_s=20) as strategy:
+    with unitrain.init(backend="ddp", device="cpu", timeout_s=20) as strategy:
         said = []
         for mine in (torch.ones(3 + strategy.rank), torch.ones(2, dtype=[torch.float32, torch.float64][strategy.rank])):
             with pytest.raises(UsageError) as refused:
@@ -24,16 +24,15 @@ def gather(backend: str) -> list[str]:
         return said
 
 
-@pytest.mark.parametrize("backend", ["ddp"])
-def test_tensors_that_can_not_be_stacked_are_refused_on_all_ranks(backend: str) -> None:
-    for shapes, dtypes in run_ranks(gather, backend):
+def test_tensors_that_can_not_be_stacked_are_refused_on_all_ranks() -> None:
+    for shapes, dtypes in run_ranks(gather):
         assert "but got float32[3] on rank 0; float32[4] on rank 1: pad, or" in shapes
         assert "but got float32[2] on rank 0; float64[2] on rank 1: pad, or" in dtypes
 
 
-def reduce(backend: str) -> None:
+def reduce() -> None:
     """Reduce numbers whose sum their dtype can't hold, and gather complex numbers with gradients."""
-    with unitrain.init(backend=backend, device="cpu", timeout_s=20) as strategy:
+    with unitrain.init(backend="ddp", device="cpu", timeout_s=20) as strategy:
         assert strategy.all_reduce(torch.full((1,), 60_000, dtype=torch.float16), "mean").tolist() == [60_000]
         for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
             limits = torch.iinfo(dtype)
@@ -49,9 +48,8 @@ def reduce(backend: str) -> None:
         torch.testing.assert_close(rows.grad, 2 * 2 * rows.detach())  # the loss of each of two ranks
 
 
-@pytest.mark.parametrize("backend", ["ddp"])
-def test_what_a_dtype_can_not_hold_is_reduced_in_a_wider_one_or_refused(backend: str) -> None:
-    run_ranks(reduce, backend)
+def test_what_a_dtype_can_not_hold_is_reduced_in_a_wider_one_or_refused() -> None:
+    run_ranks(reduce)
 
 
 def test_what_communicates_can_not_be_pickled() -> None:

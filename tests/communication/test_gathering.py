@@ -10,9 +10,9 @@ import torch
 from needs import HOROVOD
 from ranks import run_ranks
 from sklearn.metrics import log_loss, roc_auc_score
+from streams import Shards
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
-from torch.utils.data import IterableDataset
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 
 import unitrain
@@ -54,25 +54,6 @@ def check_structures(gathered: list[Any], ranks: int) -> None:
     assert imaginary.tolist() == [complex(r, r) for r in range(ranks) for _ in range(r)]
 
 
-class Numbers(IterableDataset[Tensor]):
-    """A stream of which each rank and worker reads a part of another length."""
-
-    def __init__(self, samples: int, parts: int = 1, part: int = 0) -> None:
-        self._samples, self._parts, self._part = samples, parts, part
-
-    def shard(self, num_shards: int, index: int) -> Numbers:
-        return Numbers(self._samples, num_shards, index)
-
-    def __iter__(self) -> Any:
-        # Part 0 has two thirds of the samples.
-        border = self._samples * 2 // 3
-        return iter(
-            torch.arange(border)
-            if self._part == 0
-            else torch.arange(border + self._part - 1, self._samples, max(1, self._parts - 1))
-        )
-
-
 def evaluations(strategy: Strategy) -> list[list[float]]:
     """Gather each batch of loops in which some batches don't reach every rank, and a value after each loop."""
     values = torch.arange(10.0)
@@ -81,7 +62,7 @@ def evaluations(strategy: Strategy) -> list[list[float]]:
     loaders = [
         strategy.dataloader(values, global_batch_size=4),  # on three ranks, one has nothing of the last two samples
         strategy.dataloader(values, batch_sampler=[[0, 1, 2, 3], [4], [5, 6, 7, 8], [9]]),
-        strategy.dataloader(Numbers(18), global_batch_size=6),
+        strategy.dataloader(Shards([9, 6, 3]), global_batch_size=6),
     ]
     for loader in loaders:
         with strategy.evaluation(model):
@@ -204,7 +185,7 @@ def test_gathered_rows_are_those_of_one_process(
     ):
         check_structures(gathered, nprocs)
         assert [sorted(values) for values in evaluated[:2]] == [[float(v) for v in range(10)]] * 2
-        assert sorted(evaluated[2]) == [float(v) for v in range(18)]
+        assert sorted(evaluated[2]) == Shards([9, 6, 3]).samples()
         assert sorted(evaluated[3]) == [2.0 * v for v in range(10)]
         assert measured == of_one[2]
         *weights, own = trained

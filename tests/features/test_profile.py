@@ -116,24 +116,6 @@ def shift_clock(rank: int) -> None:
     patch.object(timeline, "monotonic_ns", lambda: time.monotonic_ns() + rank * SHIFT_NS).start()
 
 
-def compared() -> tuple[list[float], float, float]:
-    with unitrain.init(backend="ddp", device="cpu") as strategy:
-        offsets, error, _ = timeline.compare_clocks(strategy.communicator)
-        assert (offsets.tolist(), error) == ([0.0, 0.0], 0.0)
-        shift_clock(strategy.rank)
-        offsets, error, main = timeline.compare_clocks(strategy.communicator)
-        return offsets.tolist(), error, main
-
-
-def test_the_offset_of_a_clock_is_as_exact_as_is_said() -> None:
-    one, other = run_ranks(compared, fresh=True)
-    assert one == other
-    (own, offset), error, _ = one
-    assert own == 0.0
-    assert error > 0
-    assert abs(offset - SHIFT_NS / 1e3) <= error
-
-
 def profiled_with_other_clocks(folder: Path) -> None:
     with unitrain.init(backend="ddp", device="cpu") as strategy:
         shift_clock(strategy.rank)

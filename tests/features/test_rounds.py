@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,12 @@ def test_buffers_are_each_ranks_own_within_a_round_and_rank_0s_after_it() -> Non
 
 def refused() -> list[str]:
     said = []
+
+    def ask(call: Callable[[], object]) -> None:
+        with pytest.raises(UsageError) as raised:
+            call()
+        said.append(str(raised.value))
+
     with unitrain.init(**SETTINGS) as strategy:
         model = model_of()
         prepared, optimizer = strategy.prepare(model, adamw(model))
@@ -108,16 +115,12 @@ def refused() -> list[str]:
             lambda: strategy.add(EMA(prepared)),
             lambda: strategy.step(prepared(torch.ones(2, 4)).sum(), other),
         ):
-            with pytest.raises(UsageError) as raised:
-                call()
-            said.append(str(raised.value))
+            ask(call)
         with pytest.warns(UserWarning, match=r"its last 1 steps were not averaged over the ranks"):
             strategy.close()
     with unitrain.init(**merged(SETTINGS, {"local_sgd": {"steps": 8, "fragments": 5}})) as strategy:
         prepared, optimizer = strategy.prepare(model, adamw(model))
-        with pytest.raises(UsageError) as raised:
-            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
-        said.append(str(raised.value))
+        ask(lambda: strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer))
     with unitrain.init(**SETTINGS) as strategy:
         model = model_of()
         model[0].weight.requires_grad_(False)
@@ -125,9 +128,7 @@ def refused() -> list[str]:
         for _ in range(STEPS - 1):
             strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
         model[0].weight.requires_grad_(True)
-        with pytest.raises(UsageError) as raised:
-            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
-        said.append(str(raised.value))
+        ask(lambda: strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer))
     return said
 
 

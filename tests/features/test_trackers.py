@@ -9,22 +9,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jobs import run_job
-from places import ROOT
-from plain_loop import model_of
 from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from torch.nn.functional import mse_loss
 from torch.optim import SGD
-from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import ConfigError, Strategy, UsageError
@@ -152,24 +146,6 @@ def test_a_run_that_fails_is_recorded_so_and_says_why(offline: Path, tmp_path: P
     assert in_wandb(offline)[1][0]["loss"] == "0.25"
 
 
-def test_the_documented_examples_run(
-    strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "guide" / "tracking.md").read_text()
-    model = model_of().float()
-    model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
-    names: dict[str, Any] = {
-        "strategy": strategy, "model": model, "optimizer": optimizer, "criterion": mse_loss,
-        "train": strategy.dataloader(TensorDataset(torch.ones(4, 4), torch.ones(4, 2)), global_batch_size=2),
-    }  # fmt: skip
-    for example in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(compile(example, "tracking.md", "exec"), names)
-        names["trackers"].log({"loss": 1.0}, 5)
-        names["trackers"].close()
-    assert capsys.readouterr().out.splitlines() == ["5 {'loss': 1.0}", "completed"]
-
-
 # ---------------------------------------------------------------------------------------------- what can't be started
 
 
@@ -283,49 +259,3 @@ def test_a_tracker_that_fails_or_hangs_is_reported_once_and_others_go_on(
         f"unitrain: the tracker Hanging had not recorded everything 0 s after the end. {lost}",
     ]
     hanging.released.set()
-
-
-@contextmanager
-def mlflow_server() -> Iterator[str]:
-    """Serve the one request that starts a run."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            answer = b'{"run": {"info": {"run_id": "abc", "status": "RUNNING"}, "data": {}}}'
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *args: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-
-    def serve() -> None:
-        server.handle_request()
-        server.server_close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    thread.join()
-
-
-def lose_the_server(folder: str) -> int:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        tracked = strategy.add(Trackers(["mlflow"], folder))  # the server has gone after that
-        for step in range(3):
-            tracked.log({"loss": 1.0}, step)
-        tracked.close()
-        return 3
-
-
-def test_the_network_is_gone_in_the_midst_of_training(
-    offline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with mlflow_server() as address:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        assert run_ranks(lose_the_server, str(offline), nprocs=1) == [3]
-    assert capsys.readouterr().out.count("unitrain: the tracker mlflow failed: MlflowException") == 1

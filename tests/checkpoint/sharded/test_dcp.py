@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 import unitrain
 from unitrain import CheckpointError
@@ -68,23 +70,15 @@ def plain_step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 def whole(value: Any) -> Any:
     """Return plain tensors in place of shards, and detached."""
-    if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [whole(item) for item in value]
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    value = tree_map_only(DTensor, DTensor.full_tensor, value)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        if isinstance(value, dict):
-            assert_equal(found[key], value)
-        elif isinstance(value, Tensor):
-            assert torch.allclose(found[key], value, rtol=1e-9, atol=1e-12), key
-        else:
-            assert found[key] == value, key
+    (numbers, structure), (wanted, other) = tree_flatten(found), tree_flatten(expected)
+    assert structure == other
+    for number, value in zip(numbers, wanted, strict=True):
+        assert number == value if not isinstance(value, Tensor) else torch.allclose(number, value, 1e-9, 1e-12)
 
 
 def state_of(model: nn.Module, optimizer: Optimizer, options: StateDictOptions = NESTED) -> dict[str, Any]:
@@ -230,23 +224,24 @@ class _Harm:
         return os.mkdir, ("harm",)
 
 
-@pytest.mark.parametrize("damage", ["code", "metadata", "short", "missing", "outside"])
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "code": lambda metadata, part: metadata.write_bytes(pickle.dumps(_Harm())),
+    "metadata": lambda metadata, part: os.truncate(metadata, 100),
+    "short": lambda metadata, part: os.truncate(part, 100),
+    "missing": lambda metadata, part: part.unlink(),
+    "outside": lambda metadata, part: metadata.write_bytes(
+        metadata.read_bytes().replace(b"__0_0.distcp", b"/__0_0.distc")
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoints_are_refused_and_run_no_code(
     plain: Saved, strategy: unitrain.Strategy, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(plain[0] / "nested", tmp_path / "dcp")
-    metadata, part = tmp_path / "dcp" / ".metadata", tmp_path / "dcp" / "__0_0.distcp"
-    if damage == "code":
-        metadata.write_bytes(pickle.dumps(_Harm()))
-    elif damage == "metadata":
-        metadata.write_bytes(metadata.read_bytes()[:100])
-    elif damage == "short":
-        part.write_bytes(part.read_bytes()[:100])
-    elif damage == "missing":
-        part.unlink()
-    else:
-        metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"/__0_0.distc"))
+    DAMAGES[damage](tmp_path / "dcp" / ".metadata", tmp_path / "dcp" / "__0_0.distcp")
     model, optimizer = strategy.prepare(*made(1))
     checkpoint = strategy.checkpoint(tmp_path / "run", model=model, optimizer=optimizer)
     with pytest.raises(CheckpointError, match=r"could not be read: |the checkpoint is damaged: "):

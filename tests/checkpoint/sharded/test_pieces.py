@@ -1,11 +1,10 @@
-"""Pieces of tensors are read as torch reads them, though torch loads only the first of a shape and dtype."""
+"""Pieces of tensors are read as torch reads them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 import torch
@@ -45,24 +44,6 @@ def test_tensors_that_torch_has_written_are_read_with_their_elements(name: str, 
     stored.read({key: (target, Region.rows(0, target)) for key, target in targets.items()})
     for key, target in targets.items():
         assert torch.equal(target, state[key])
-
-
-def test_only_the_first_of_a_form_is_loaded_by_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(tmp_path / "file", "wb") as file:
-        found = [*pieces.write(file, "file", torch.randn(4, 3), 0), *pieces.write(file, "file", torch.ones(4, 3), 4)]
-    loads, load = [0], torch.load
-
-    def counted(file: IO[bytes], **options: Any) -> Any:
-        loads[0] += 1
-        return load(file, **options)
-
-    monkeypatch.setattr(torch, "load", counted)
-    layout = {"key": pieces.Entry(("key",), "float32", (8, 3), found)}
-    stored = stored_at(tmp_path, pieces.to_bytes(layout))
-    rows = torch.empty(3, 3)
-    stored.read({"key": (rows, Region((3, 0), (3, 3)))})
-    assert torch.equal(rows[1:], torch.ones(2, 3))
-    assert loads == [1]
 
 
 def test_a_large_tensor_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

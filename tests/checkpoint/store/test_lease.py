@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,9 +12,7 @@ from uuid import uuid4
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
-from torch import nn
 
-import unitrain
 from unitrain import CheckpointError
 from unitrain.checkpoint.store import lock
 from unitrain.checkpoint.store.lock import NAME, Lock
@@ -43,33 +38,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_empty(files: Objects) -> None:
     with pytest.raises(FileNotFoundError):
         files.list()
-
-
-HOLDER = """
-import sys
-from unitrain.checkpoint.store.lock import Lock
-from unitrain.checkpoint.store.objects import Objects
-Lock(Objects(sys.argv[1]))
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_second_job_is_refused_until_the_first_has_ended(files: Objects) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(files)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "locked\n"
-        with (
-            unitrain.init(backend="single", device="cpu") as strategy,
-            pytest.raises(CheckpointError, match=rf"{files} is in use by process {process.pid} on .*: two jobs"),
-        ):
-            strategy.checkpoint(str(files), model=nn.Linear(1, 1))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        Lock(files).release()
-    assert_empty(files)
 
 
 def test_of_jobs_that_start_at_the_same_time_the_server_lets_in_one(files: Objects) -> None:
@@ -110,23 +78,6 @@ def test_a_job_of_another_host_runs_if_it_writes_its_lock_again(
     assert files.modified(NAME) > written, "it writes its own again, too"
     held.release()
     assert_empty(files)
-
-
-def test_a_lock_that_was_taken_is_noticed_and_not_given_back(
-    files: Objects, capsys: pytest.CaptureFixture[str]
-) -> None:
-    held = Lock(files)
-    files.remove(NAME)
-    held.check()
-    assert f"{files} was removed, moved or emptied" in capsys.readouterr().err
-    files.put(NAME, json.dumps(ELSEWHERE).encode())
-    with pytest.raises(CheckpointError, match=rf"was taken by process {os.getpid()} on elsewhere while this run"):
-        held.check()
-    held.release()
-    assert json.loads(files.get(NAME)) == ELSEWHERE
-    files.remove(NAME)
-    with pytest.raises(CheckpointError, match="has been closed"):
-        held.check()  # by a writer in the background that a failing run did not wait for
 
 
 class Commits(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types

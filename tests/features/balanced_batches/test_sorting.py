@@ -22,28 +22,8 @@ from unitrain.features.balanced_batches.sorting import SortedWindows
 LENGTHS = [1 + 7 * i % 19 for i in range(50)]
 BALANCED: dict[str, Any] = {"lengths": LENGTHS, "sort_window": 3}
 OPTIONS = {"lengths", "costs", "max_cost", "sort_window"}
-GOLDEN = [
-    4,
-    9,
-    17,
-    11,
-    16,
-    10,
-    7,
-    15,
-    6,
-    14,
-    3,
-    19,
-    5,
-    18,
-    12,
-    1,
-    8,
-    13,
-    2,
-    0,
-]  # of 20 samples in windows of 2 batches of 4
+# Of 20 samples in windows of 2 batches of 4.
+GOLDEN = [4, 9, 17, 11, 16, 10, 7, 15, 6, 14, 3, 19, 5, 18, 12, 1, 8, 13, 2, 0]
 
 
 def in_windows(lengths: list[int], batch: int, batches: int, seed: int) -> NDArray[np.int64]:

@@ -174,15 +174,10 @@ def test_without_the_library_no_rank_begins() -> None:
     assert 'pip install "unitrain[metrics]"' in first == second
 
 
-def test_a_port_that_is_taken(three: Endpoint) -> None:
-    port = three.port
-    with pytest.raises(ConfigError, match=f"can't serve metrics at 127.0.0.1, port {port}, .*: Address already in use"):
-        unitrain.init(device="cpu", metrics={"port": port})
-
-
-def test_an_address_of_another_host() -> None:
-    with pytest.raises(ConfigError, match=r"can\'t serve metrics at 192\.0\.2\.1, port 0"):
-        unitrain.init(device="cpu", metrics={"port": 0, "host": "192.0.2.1"})
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"], ids=["a port that is taken", "another host"])
+def test_an_address_that_can_not_be_served(three: Endpoint, host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"can't serve metrics at {host}, port {three.port}, .*address"):
+        unitrain.init(device="cpu", metrics={"port": three.port, "host": host})
 
 
 class Asked(Dataset[bool]):

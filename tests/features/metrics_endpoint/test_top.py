@@ -21,7 +21,6 @@ from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from jobs import run_job
 from rich.console import Console
 
 from unitrain.commands.cli import main
@@ -192,37 +191,3 @@ def test_ctrl_c_ends_it(endpoint: Endpoint) -> None:
     read_until(terminal, "\0")
     assert process.wait(60) == 0
     os.close(terminal)
-
-
-# ------------------------------------------------------------------------------------------------- after a restart
-
-RESTARTED = """
-import json, os, signal, sys, unitrain
-from pathlib import Path
-from unitrain.features.metrics_endpoint.view import View, find
-
-file = Path("run", "metrics_endpoint.json")
-life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-port = json.loads(file.read_text())["port"] if life else 0
-with unitrain.init(device="cpu", metrics={"port": port}) as strategy:
-    model = strategy.prepare(__import__("torch").nn.Linear(1, 1))
-    strategy.checkpoint("run", model=model, partial=True)
-    if not life and strategy.rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if life and strategy.is_main:
-        View(*find("run")).ask()
-        print("answered at the port of the job that was killed:", port == json.loads(file.read_text())["port"])
-    strategy.barrier()
-print("left:", file.exists())
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.launcher
-def test_the_endpoint_comes_back_after_a_kill(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(RESTARTED)
-    launcher = ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "1", "--nproc-per-node", "2"]
-    job = run_job([*launcher, "script.py"], tmp_path)
-    assert job.code == 0, job.output
-    assert "answered at the port of the job that was killed: True" in job.stdout
-    assert "left: False" in job.stdout

@@ -224,8 +224,3 @@ def latest(of_ranks: list[float | None]) -> list[Any]:
 @FEW_ROWS
 def test_a_rank_without_samples_does_not_count_in_a_mean_over_the_ranks() -> None:
     assert run_ranks(latest, [8.0, None, 2.0], nprocs=3) == [[5.0, [8.0, 2.0], 2.0]] * 3
-
-
-def test_what_is_not_a_metric_is_refused() -> None:
-    with unitrain.init(device="cpu") as strategy, pytest.raises(UsageError, match="not Linear"):
-        synchronise_metric(nn.Linear(1, 1), strategy)

@@ -61,6 +61,7 @@ class SavedRun:
 
     def __init__(self, strategy: Strategy, place: str | Path, *, keep: int = 2, background: bool = False) -> None:
         self.strategy = strategy
+        self.place = place
         self.model = nn.Linear(1, 1)
         self.notes: dict[str, Any] = {}
         self.checkpoint: Checkpoint = strategy.checkpoint(
