@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from torch import nn
 import unitrain
 from unitrain import CheckpointError, Strategy
 from unitrain.checkpoint.store.store import NAME as MANIFEST
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        yield strategy
 
 
 class Run(SavedRun):
@@ -106,8 +99,7 @@ def test_what_stands_in_the_place_of_the_link_stays(
 
 def marks(folder: str, differ: bool) -> tuple[str, list[str]]:
     with unitrain.init(backend="ddp", device="cpu", accumulate=2) as strategy:
-        model = nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(module := nn.Linear(2, 1), torch.optim.SGD(module.parameters(), lr=0.1))
         checkpoint = strategy.checkpoint(folder, keep=1, model=model, optimizer=optimizer)
         try:
             for micro_batch in range(8):

@@ -180,8 +180,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_loaded(tmp_path
 
 def unwritable(folder: str, look: bool) -> tuple[str, int]:
     with unitrain.init(backend="ddp") as strategy:
-        model = nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(module := nn.Linear(2, 1), torch.optim.SGD(module.parameters(), lr=0.1))
         checkpoint = strategy.checkpoint(folder, model=model, notes={"code": lambda: None})
         checkpoint.save()
         try:
@@ -201,24 +200,6 @@ def test_a_write_that_fails_in_the_background_is_told_to_every_rank(tmp_path: Pa
     assert len(set(said)) == 1
     assert "could not be written" in said[0][0]
     assert look == (said[0][1] == 0)
-
-
-def within_a_window(folder: str) -> tuple[int, int]:
-    with unitrain.init(backend="single", accumulate=3) as strategy:
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = strategy.prepare(model, optimizer)
-        checkpoint = strategy.checkpoint(folder, model=model, background=False)
-        for micro_batch in range(6):
-            strategy.step(model(torch.ones(1, 2)).sum(), optimizer)
-            if micro_batch == 3:
-                checkpoint.save()
-                saved_at_once = len(steps_in(folder))
-        return saved_at_once, steps_in(folder)[0]
-
-
-def test_a_save_within_a_window_is_done_at_its_end(tmp_path: Path) -> None:
-    assert within_a_window(str(tmp_path)) == (0, 2)
 
 
 def test_a_strategy_has_one_checkpoint_of_things_with_a_state(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,6 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=10,
 )
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        yield strategy
 
 
 @given(value=PLAIN)

@@ -81,16 +81,8 @@ def _trained(wanted: bool | Sequence[str], **settings: Any) -> tuple[list[float]
 
 
 def _compare(**settings: Any) -> None:
-    expected, plain = _trained(False, **settings)
-    losses, state = _trained(["Block"], **settings)
-    assert losses == pytest.approx(expected, abs=EXACT, rel=0)
-    assert state.keys() == plain.keys()
-    for name in plain:
-        torch.testing.assert_close(state[name], plain[name], rtol=0, atol=EXACT, msg=name)
-
-
-def test_one_process() -> None:
-    _compare(backend="single", accumulate=2)
+    found, expected = (_trained(wanted, accumulate=2, **settings) for wanted in (["Block"], False))
+    torch.testing.assert_close(found, expected, rtol=0, atol=EXACT)
 
 
 @pytest.fixture(autouse=True)
@@ -99,9 +91,11 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("launcher", ["spawn", pytest.param("horovodrun", marks=HOROVOD)])
-def test_ranks(launcher: Any) -> None:
-    run_ranks(_compare, launcher=launcher)
+@pytest.mark.parametrize(
+    ("nprocs", "launcher"), [(1, "spawn"), (2, "spawn"), pytest.param(2, "horovodrun", marks=HOROVOD)]
+)
+def test_losses_and_weights_are_the_same(nprocs: int, launcher: Any) -> None:
+    run_ranks(_compare, nprocs=nprocs, launcher=launcher)
 
 
 def _compiled() -> None:

@@ -147,9 +147,6 @@ def test_a_gpu() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-# ------------------------------------------------------------------------------------- which errors mean no memory
-
-
 HUGE = 2**58  # bytes; no process can map so much
 
 

@@ -75,16 +75,8 @@ class Run:
             self.checkpoint.save()
         return self
 
-    def evaluate(self) -> Tensor:
-        with self.strategy.evaluation(self.ema):
-            out: Tensor = self.model(data().tensors[0])
-        return out
-
     def state(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.ema.state_dict().items()}
-
-    def close(self) -> None:
-        self.strategy.close()
 
 
 def train(folder: str, settings: dict[str, Any], epochs: int) -> tuple[bool, dict[str, Tensor], Tensor]:
@@ -92,10 +84,12 @@ def train(folder: str, settings: dict[str, Any], epochs: int) -> tuple[bool, dic
     run = Run(folder, **settings)
     resumed = run.checkpoint.resume()
     run.train(epochs)
-    result = resumed, run.state(), run.evaluate()
+    with run.strategy.evaluation(run.ema):
+        evaluated = run.model(data().tensors[0])
     run.strategy.check_in_sync(run.model)
-    run.close()
-    return result
+    average = run.state()
+    run.strategy.close()
+    return resumed, average, evaluated
 
 
 @pytest.mark.parametrize(
@@ -120,7 +114,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     whole = train(str(tmp_path / "whole"), {"backend": "single"}, EPOCHS)
     run = Run(tmp_path / "parts", backend="single")
     run.checkpoint.save()  # before the first step: the average is that of the first weights
-    run.close()
+    run.strategy.close()
     for epoch in range(1, EPOCHS + 1):
         resumed, state, result = train(str(tmp_path / "parts"), {"backend": "single"}, epoch)
         assert resumed
@@ -138,7 +132,7 @@ def unsynchronised(folder: str) -> list[dict[str, Tensor]]:
     run.checkpoint.save()
     run.strategy.save(run.ema, Path(folder) / "average.pt")
     saved = run.strategy.load(Path(folder) / "average.pt")
-    run.close()
+    run.strategy.close()
     return [own, evaluated, saved]
 
 
@@ -190,7 +184,7 @@ def test_it_begins_with_weights_that_were_written_past_autograd(tmp_path: Path, 
     average = run.state()
     for name, weight in run.strategy.unwrap(run.model).named_parameters():
         torch.testing.assert_close(average[name], DECAY * 0.25 + (1 - DECAY) * weight.detach())
-    run.close()
+    run.strategy.close()
 
 
 def test_it_is_not_updated_for_a_step_that_is_skipped() -> None:

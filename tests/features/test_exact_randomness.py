@@ -217,9 +217,6 @@ def test_evaluations_exports_and_the_process_s_generator_are_as_before() -> None
         assert not torch.equal(exported(x), exported(x)), "a plain module again"
 
 
-# ------------------------------------------------------------------------------------------------ the numbers drawn
-
-
 def draw(shape: tuple[int, ...], seed: int = 3) -> SampleDraw:
     return SampleDraw(torch.arange(shape[0]) * 7919 + seed, shape)
 

@@ -15,6 +15,7 @@ import torch
 from needs import HOROVOD
 from plain_loop import merged
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
@@ -22,6 +23,8 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import CheckpointError, ConfigError, NonFiniteError, Stopped, Strategy, UsageError
+from unitrain.features.ema import EMA
+from unitrain.features.safetensors import load_weights, save_weights
 
 # Each rank has a sample of each micro-batch.
 SAMPLES, BATCH, STEPS, EPOCHS = 65, 6, 3, 2
@@ -65,11 +68,13 @@ def flat(model: nn.Module) -> Tensor:
 
 
 @contextmanager
-def opened(settings: dict[str, Any]) -> Iterator[tuple[Strategy, nn.Sequential, nn.Module, Optimizer]]:
+def opened(
+    settings: dict[str, Any], model: nn.Sequential | None = None
+) -> Iterator[tuple[Strategy, nn.Sequential, nn.Module, Optimizer]]:
     """Open a strategy that may be closed within a round, with a model, also as it is prepared, and its optimizer."""
     with unitrain.init(**merged(SETTINGS, settings)) as strategy, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the run has ended within a round")
-        model = net()
+        model = model or net()
         yield strategy, model, *strategy.prepare(model, adamw(model))
 
 
@@ -106,14 +111,7 @@ def train(folder: str, end: int, backend: str, settings: dict[str, Any]) -> Resu
         return Result(weights, shared, rows[:-1])
 
 
-class Simulated(NamedTuple):
-    weights: list[Tensor]
-    """At the end of each epoch."""
-    shared: list[Tensor]
-    """After each step."""
-
-
-def simulate(ranks: list[list[list[int]]], local_steps: int, fragments: list[list[int]]) -> Simulated:
+def simulate(ranks: list[list[list[int]]], local_steps: int, fragments: list[list[int]]) -> Result:
     """Train a model for each of the ranks, given the samples of their steps."""
     workers = [net() for _ in ranks]
     optimizers = [adamw(worker) for worker in workers]
@@ -122,7 +120,7 @@ def simulate(ranks: list[list[list[int]]], local_steps: int, fragments: list[lis
     shared = list(outer_net.parameters())
     lasts = list(zip(*(worker.parameters() for worker in workers), strict=True))
     _, inputs, targets = data().tensors
-    found, steps_per_epoch = Simulated([], []), -(-SAMPLES // BATCH)
+    found, steps_per_epoch = Result([], [], []), -(-SAMPLES // BATCH)
     under_way: dict[int, Tensor] = {}
 
     def differences(numbers: list[int]) -> dict[int, Tensor]:
@@ -356,3 +354,102 @@ def test_settings_that_exclude_rounds(settings: dict[str, Any], name: str) -> No
 def test_fsdp_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Backend fsdp does not support local_sgd\.steps 4: each rank must"):
         unitrain.init(backend="fsdp", device="cpu", local_sgd={"steps": 4})
+
+
+# --------------------------------------------------------------------------------------------------- within a round
+
+
+class Counting(nn.Module):
+    """Has a buffer that a forward changes, differently on each rank."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.total = self.total + inputs.detach().sum()
+        return inputs
+
+
+def outputs(folder: str) -> None:
+    """Compare what ranks evaluate, export and save within a round with fragments."""
+    settings, counting = {"local_sgd": {"steps": 4, "fragments": 2}}, nn.Sequential(net(), Counting())
+    with opened(settings, counting) as (strategy, model, prepared, optimizer):
+        for step in range(5):
+            strategy.step(prepared(rows_of(strategy, step)).sum(), optimizer)
+        own = flat(model).clone()
+        strategy.check_in_sync(prepared)
+        with strategy.evaluation(prepared):
+            shared = flat(model).clone()
+            strategy.check_in_sync(prepared)
+            assert torch.equal(flat(strategy.export(prepared)), shared)
+        assert not torch.equal(own, shared)
+        assert torch.equal(flat(strategy.export(prepared)), shared)
+        save_weights(strategy, prepared, folder)
+        with pytest.raises(UsageError, match=r"save\(\) was called after step 1 of a round of 4 .*after the epoch"):
+            strategy.save(prepared, f"{folder}/model.pt")
+        assert torch.equal(flat(model), own)
+        with pytest.raises(UsageError, match=r"load_weights\(\) was called after step 1 of a round of 4"):
+            load_weights(strategy, prepared, folder)
+        saved = load_file(f"{folder}/model.safetensors")
+        assert torch.equal(torch.cat([saved[name].reshape(-1) for name, _ in model.named_parameters()]), shared)
+
+
+def test_evaluation_and_exports_have_the_shared_weights_within_a_round_with_fragments(tmp_path: Path) -> None:
+    run_ranks(outputs, str(tmp_path / "weights"))
+
+
+def buffers() -> list[float]:
+    """Return a buffer that counts the forwards of rank 0 and twice those of rank 1, after each step of two rounds."""
+    with opened({}, nn.Sequential(counting := Counting(), net())) as (strategy, _, prepared, optimizer):
+        totals = []
+        for _ in range(2 * STEPS):
+            strategy.step(prepared(torch.full((1 + strategy.rank, 4), 0.25)).sum(), optimizer)
+            totals.append(counting.total.item())
+    return totals
+
+
+def test_buffers_are_each_ranks_own_within_a_round_and_rank_0s_after_it() -> None:
+    # As a broadcast in every step would make them, they are equal only where a round ends.
+    assert run_ranks(buffers) == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 4.0, 3.0, 5.0, 7.0, 6.0]]
+
+
+def test_what_needs_equal_weights_is_refused_within_a_round() -> None:
+    with opened({}) as (strategy, model, prepared, optimizer):
+        strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+        other = SGD(model.parameters(), lr=0.1)
+        within = r"called after step 1 of a round of 3 \(local_sgd.steps\)"
+        for call, said in (
+            (lambda: strategy.evaluation(prepared).__enter__(), within),
+            (lambda: strategy.export(prepared), within),
+            (lambda: strategy.check_in_sync(prepared), within),
+            (lambda: strategy.add(EMA(prepared)), "an EMA averages weights after each step, and with local_sgd, ranks"),
+            (lambda: strategy.step(prepared(torch.ones(2, 4)).sum(), other), "local_sgd supports one optimizer: give"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                call()
+        with pytest.warns(UserWarning, match=r"its last 1 steps were not averaged over the ranks"):
+            strategy.close()
+
+
+def test_fragments_of_no_parameters_are_refused() -> None:
+    with opened({"local_sgd": {"steps": 8, "fragments": 5}}) as (strategy, _, prepared, optimizer):
+        said = "fragments is 5, but only 4 parameters are trained, and each fragment needs one: set it to fewer"
+        with pytest.raises(UsageError, match=said):
+            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+
+
+def test_a_parameter_that_is_unfrozen_within_a_round_is_refused() -> None:
+    frozen = net()
+    frozen[0].requires_grad_(False)
+    with opened({}, frozen) as (strategy, model, prepared, optimizer):
+        strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+        strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+        model.requires_grad_(True)
+        with pytest.raises(
+            UsageError, match="a parameter was unfrozen within a round of local_sgd: change it after an"
+        ):
+            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)

@@ -24,7 +24,7 @@ NORMAL = 64
 
 def train(strategy: Strategy, factors: list[float]) -> tuple[list[StepResult], list[Tensor]]:
     """Make a step for each factor of the loss; return the results, and the weights after each step."""
-    model, optimizer = strategy.prepare(*(lambda made: (made, sgd(made)))(model_of()))
+    model, optimizer = strategy.prepare(module := model_of(), sgd(module))
     inputs = torch.ones(2, 4, dtype=torch.float64) * (1 + strategy.rank)
     results, after = [], []
     for factor in factors:
@@ -77,9 +77,6 @@ def test_a_level_that_stays_is_no_spike_for_long_and_the_first_steps_are_none() 
     assert skipped
     assert skipped[0] == NORMAL + 1
     assert skipped[-1] < NORMAL + 30
-
-
-# -------------------------------------------------------------------------------------------------------- rewind
 
 
 SPIKE_AT, COPIED_EVERY = 140, 64
@@ -162,7 +159,7 @@ def test_a_step_is_skipped_where_no_copy_is_old_enough(tmp_path: Path, capsys: p
 
 def on_ranks(folder: str, backend: str, factors: list[float]) -> list[bool]:
     with unitrain.init(backend=backend, device="cpu", precision="fp64", on_spike="skip", timeout_s=30) as strategy:
-        model, optimizer = strategy.prepare(*(lambda made: (made, sgd(made)))(model_of()))
+        model, optimizer = strategy.prepare(module := model_of(), sgd(module))
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
         checkpoint.resume()
         inputs = torch.ones(2, 4, dtype=torch.float64) * (1 + strategy.rank)
@@ -177,11 +174,8 @@ def test_all_ranks_skip_alike_also_after_a_resume_on_others(tmp_path: Path) -> N
         assert found == [True, False]
 
 
-def test_it_is_refused_where_ranks_would_decide_apart() -> None:
-    for settings, other in (
-        ({"local_sgd": {"steps": 2}}, "local_sgd.steps"),
-        ({"compression": "powersgd"}, "compression"),
-    ):
-        for policy in ("skip", "rewind"):
-            with pytest.raises(ConfigError, match=rf"{other}.*mutually exclusive"):
-                unitrain.init(backend="single", on_spike=policy, **settings)
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+@pytest.mark.parametrize("other", [{"local_sgd": {"steps": 2}}, {"compression": "powersgd"}])
+def test_it_is_refused_where_ranks_would_decide_apart(policy: Any, other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(other))}.*mutually exclusive"):
+        unitrain.init(backend="single", on_spike=policy, **other)

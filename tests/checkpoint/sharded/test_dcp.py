@@ -86,9 +86,6 @@ def state_of(model: nn.Module, optimizer: Optimizer, options: StateDictOptions =
     return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
 
 
-# ---------------------------------------------------------------------------------------------- read by torch
-
-
 def save(folder: str) -> dict[str, Any]:
     """Train a sharded model, save it, and return the whole state as torch names it."""
     with unitrain.init(backend="fsdp", sync_batchnorm=True, device="cpu", precision="fp64", timeout_s=30) as strategy:
@@ -145,9 +142,6 @@ def test_torch_loads_a_checkpoint_as_it_is(saved: Saved, tmp_path: Path) -> None
     assert_equal(converted["optimizer"]["state"], saved[1]["nested"]["optimizer"]["state"])
 
 
-# -------------------------------------------------------------------------------------------- written by torch
-
-
 def write_plainly(folder: str) -> dict[str, Any]:
     """Train and save as a script of FSDP's does: with torch's names, and as torchtitan names the keys."""
     dist.init_process_group("gloo")
@@ -201,22 +195,17 @@ def strategy() -> Any:
         yield strategy
 
 
-def test_an_optimizer_of_other_parameters_is_refused(plain: Saved, strategy: unitrain.Strategy, tmp_path: Path) -> None:
-    model, _ = made(1)
-    first, *others = model.parameters()
-    optimizer = AdamW([{"params": others}, {"params": [first]}])
-    model, optimizer = strategy.prepare(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"optimizer has last\.weight in this run, but not in"):
-        strategy.checkpoint(tmp_path, model=model, optimizer=optimizer).resume(plain[0] / "nested")
-
-
-def test_a_model_of_another_name_is_refused(plain: Saved, strategy: unitrain.Strategy, tmp_path: Path) -> None:
-    checkpoint = strategy.checkpoint(tmp_path, net=strategy.prepare(made(1)[0]))
-    with pytest.raises(CheckpointError, match=r"has model, optimizer, but no net: name modules and optimizers"):
-        checkpoint.resume(plain[0] / "nested")
-
-
-# ------------------------------------------------------------------------------------------------------ bad input
+def test_other_parameters_and_names_are_refused(plain: Saved, strategy: unitrain.Strategy, tmp_path: Path) -> None:
+    first, *others = (model := made(1)[0]).parameters()
+    model, optimizer = strategy.prepare(model, AdamW([{"params": others}, {"params": [first]}]))
+    for folder, objects, said in (
+        ("a", {"model": model, "optimizer": optimizer}, r"optimizer has last\.weight in this run, but not in"),
+        ("b", {"net": model}, r"has model, optimizer, but no net: name modules and optimizers"),
+    ):
+        checkpoint = strategy.checkpoint(tmp_path / folder, **objects)
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.resume(plain[0] / "nested")
+        checkpoint.close()
 
 
 class _Harm:

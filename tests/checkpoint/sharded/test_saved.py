@@ -7,7 +7,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,9 @@ import pytest
 from saved_run import SavedRun, described, folder_of, steps_in, verified
 from torch import nn
 
-import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
 from unitrain.checkpoint import Checkpoint
 from unitrain.checkpoint.store.store import NAME as MANIFEST
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        yield strategy
 
 
 def opened(strategy: Strategy, folder: Path, keep: int = 9) -> tuple[nn.Module, Checkpoint]:

@@ -16,13 +16,8 @@ ABOUT: dict[str, Any] = {"world_size": 2, "strategy": {}, "config": {}}
 
 
 @pytest.fixture
-def url() -> str:
-    return f"memory://{uuid4().hex}"
-
-
-@pytest.fixture
-def folder(url: str) -> Iterator[Folder]:
-    folder = Folder(Objects(url))
+def folder() -> Iterator[Folder]:
+    folder = Folder(Objects(f"memory://{uuid4().hex}"))
     folder.claim(0)
     yield folder
     folder.release()
@@ -40,10 +35,3 @@ def test_a_name_in_an_object_store_is_not_used_again_while_a_slow_rank_may_write
     assert sorted(found.manifest.files) == ["other.pt", "own.pt"]
     verify(found)
     assert folder.store.list("step-0000000005") == [], "what the slow rank has left is removed"
-
-
-def test_the_name_after_a_restart_is_later_than_every_name_before(folder: Folder, url: str) -> None:
-    for _ in range(3):
-        folder.write(5, {"own": {}}, ABOUT)
-    assert folder.find(5).folder == "step-0000000005.3"
-    assert Folder(Objects(url)).begin(5).name == "step-0000000005.4"

@@ -163,8 +163,7 @@ Spoil = Callable[[Path], object]
 def train(folder: Path, spoil: Spoil) -> list[int]:
     """Save, have something done to the folder, save again, and return the steps that are there."""
     with unitrain.init(backend="single", device="cpu") as strategy:
-        model = nn.Linear(1, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), lr=0.1))
         checkpoint = strategy.checkpoint(folder, model=model)
         for step in range(2):
             strategy.step(model(torch.ones(1, 1)).sum(), optimizer)

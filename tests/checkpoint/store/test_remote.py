@@ -18,7 +18,6 @@ from s3_server import S3Server
 from saved_run import SavedRun
 from torch import nn
 
-import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
 from unitrain.checkpoint.store import objects as stores
 from unitrain.checkpoint.store.objects import Objects
@@ -41,12 +40,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
     assert not list(folder.iterdir())
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        yield strategy
 
 
 def objects(url: str) -> list[str]:
@@ -104,24 +97,11 @@ def test_a_run_is_saved_kept_and_resumed(strategy: Strategy, url: str, backgroun
     assert not again.checkpoint.resume()
 
 
-def test_a_step_that_is_saved_again_is_whole_at_every_moment(strategy: Strategy, url: str) -> None:
-    run = Run(strategy, url).save(1, 2)
-    assert run.checkpoint.save_now() == f"{url}/step-0000000002.2"
-    assert run.folders == ["step-0000000002.2", "step-0000000001"]
-    for name in ("_run.pt", "model.pt", "notes.pt", MANIFEST):
-        put(f"{url}/step-0000000002.3/{name}", get(f"{url}/step-0000000002.2/{name}"))
-        # Killed within the upload of the third, or before the second was removed.
-        assert run.resumed() == 2
-    assert run.folders == ["step-0000000002.3", "step-0000000002.2", "step-0000000001"]
-    assert run.save(3).folders == ["step-0000000003", "step-0000000002.3"]
-    assert run.resumed() == 3
-
-
 class Killed(BaseException):
     """Ends a save in its midst, and nothing is done after it."""
 
 
-@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.all("another moment"))])
+@pytest.mark.parametrize("step", [1, 2])
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
     strategy: Strategy, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -226,11 +206,10 @@ def test_single_files(strategy: Strategy, url: str) -> None:
     with pytest.raises(CheckpointError, match=rf"{url}/last\.pt could not be written: .*neither a tensor"):
         strategy.save({"code": print}, f"{url}/last.pt")
     assert strategy.load(f"{url}/last.pt")["epoch"] == 3
-    with pytest.raises(CheckpointError, match=rf"{url}/none\.pt does not exist"):
-        strategy.load(f"{url}/none.pt")
     put(f"{url}/text.pt", b"hello")
-    with pytest.raises(CheckpointError, match=rf"{url}/text\.pt could not be read: "):
-        strategy.load(f"{url}/text.pt")
+    for name, said in (("none", "does not exist"), ("text", "could not be read: ")):
+        with pytest.raises(CheckpointError, match=rf"{url}/{name}\.pt {said}"):
+            strategy.load(f"{url}/{name}.pt")
     for folder in (f"{url}/", "s3://bucket"):
         with pytest.raises(UsageError, match=rf"{folder} is the URL of a folder: name a file in it, such as .*/model"):
             strategy.save(1, folder)
@@ -243,9 +222,6 @@ def test_a_file_in_several_parts_is_whole(strategy: Strategy, s3_url: str, monke
     strategy.save(value, f"{s3_url}/large.pt")
     assert get(f"{s3_url}/large.pt")[-22:-18] == b"PK\x05\x06"
     assert torch.equal(strategy.load(f"{s3_url}/large.pt"), value)
-
-
-# ------------------------------------------------------------------------------------------- what can't be used
 
 
 def test_a_library_that_is_missing_is_named(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:

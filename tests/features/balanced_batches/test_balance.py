@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import unitrain
 from unitrain import ConfigError, DataError
-from unitrain.data.order.order import Shuffled
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.features.balanced_batches import BalancedBatches
 from unitrain.features.balanced_batches.balance import Balance
@@ -72,39 +71,6 @@ def test_shares_are_kept_by_cost() -> None:
     assert loads == [24, 8]
 
 
-def test_half_the_padding_of_every_nth_sample() -> None:
-    lengths = np.random.default_rng(0).lognormal(5, 1, 256).round() + 1
-    [parts] = parts_of(lengths.tolist(), 4)
-    every_4th = max(padded(lengths.tolist(), range(rank, 256, 4)) for rank in range(4))
-    assert 3 * max(padded(lengths.tolist(), part) for part in parts) < every_4th
-
-
-@pytest.mark.parametrize("most", [None, 60.0])
-@pytest.mark.parametrize("batches", [False, True])
-def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | None) -> None:
-    lengths = np.random.default_rng(1).integers(1, 30, 23).astype(float)
-    order = Shuffled(23, 0, 0)
-    balance = Balance(lambda positions: lengths[order.take(positions)], True, most)
-    windows: list[list[list[int]]] = []
-    for world_size in (1, 2, 3):
-        found: dict[int, list[int]] = {}
-        for rank in range(world_size):
-            plan: Any = EpochPlan(23, 8, 2, rank, world_size, False, division=balance)
-            if batches:
-                plan = BatchPlan((8, 9, 6), 2, rank, world_size, division=balance)
-            micro_batches = list(plan)
-            assert len(micro_batches) == plan.micro_batches
-            assert (micro_batches[0].start, micro_batches[-1].stop) == (0, 23)
-            assert all(one.stop == other.start for one, other in pairwise(micro_batches))
-            for one in micro_batches:
-                positions = one.positions(plan.part).tolist()
-                assert not one.count or len(positions) == one.count
-                found.setdefault(one.step, []).extend(positions if one.count else [])
-        windows.append([sorted(positions) for positions in found.values()])
-    assert windows == [windows[0]] * 3
-    assert windows[0] == [list(range(8 + batches)[:8]), *windows[0][1:]]
-
-
 @pytest.mark.parametrize("by_length", [True, False])
 def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says(by_length: bool) -> None:
     balance = Balance(np.arange(1.0, 8.0).__getitem__, by_length)
@@ -112,16 +78,13 @@ def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_
         assert len(list(plan)) == plan.micro_batches == 3
 
 
-# ----------------------------------------------------------------------------------------------------- in a loader
-
-
 LENGTHS = [1 + 7 * i % 19 for i in range(30)]
 
 
 def loader_of(rank: int = 0, world_size: int = 1, accumulate: int = 1, **given: Any) -> Any:
     strategy = pretended_rank(rank, world_size, accumulate=accumulate)
-    data = TensorDataset(torch.arange(30))
-    return strategy.dataloader(data, global_batch_size=8, shuffle=True, **batched({"lengths": LENGTHS, **given}))
+    order = {} if "batch_sampler" in given else {"global_batch_size": 8, "shuffle": True}
+    return strategy.dataloader(TensorDataset(torch.arange(30)), **order, **batched({"lengths": LENGTHS, **given}))
 
 
 def batched(given: dict[str, Any]) -> dict[str, Any]:
@@ -139,9 +102,14 @@ def steps_of(batches: Any, loader: Any) -> list[list[int]]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("given", [{}, {"max_cost": 40.0}, {"lengths": None, "costs": lambda i: LENGTHS[i]}])
+BATCHES = [list(range(8)), list(range(8, 17)), list(range(17, 23)), list(range(23, 30))]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"max_cost": 40.0}, {"lengths": None, "costs": lambda i: LENGTHS[i]}, {"batch_sampler": BATCHES}]
+)
 def test_global_batches_do_not_change_and_a_resume_is_on_any_ranks(given: dict[str, Any]) -> None:
-    plain = loader_of(lengths=None)
+    plain = loader_of(**{**given, "lengths": None, "costs": None, "max_cost": None})
     expected = [sorted(step) for step in steps_of(plain, plain)]
     one = loader_of(**given)
     assert [sorted(step) for step in steps_of(one, one)] == expected
@@ -225,9 +193,6 @@ def test_the_number_of_batches_of_a_stream_is_unknown_if_it_depends_on_costs() -
         len(loader)
 
 
-# ------------------------------------------------------------------------------------------------------ in training
-
-
 class Texts(IterableDataset[Tensor]):
     """Yields texts: sample i consists of its number plus 1, and is as long as ``LENGTHS`` says."""
 
@@ -309,17 +274,9 @@ def test_balanced_training_is_that_of_one_process_and_continues_on_other_ranks(t
         ({"costs": LENGTHS}, ConfigError, "pass lengths .* or costs .*, not both"),
         ({"lengths": None, "max_cost": 3}, ConfigError, "pass lengths .* or costs .*, not neither"),
         ({"lengths": LENGTHS[1:]}, DataError, r"a number for each of the 30 samples, but has shape \[29\]"),
-        (
-            {"lengths": [0, *LENGTHS[1:]]},
-            DataError,
-            r"lengths must be positive numbers, but go from 0\.0 to 19\.0",
-        ),
+        ({"lengths": [0, *LENGTHS[1:]]}, DataError, r"lengths must be positive numbers, but go from 0\.0 to 19\.0"),
         ({"max_cost": 18}, DataError, "sample 8 costs 19, which is more than max_cost=18"),
-        (
-            {"max_cost": 30, "micro_batch_size": 2},
-            ConfigError,
-            "max_cost=30 and micro_batch_size=2 are mutually exclusive",
-        ),
+        ({"max_cost": 30, "micro_batch_size": 2}, ConfigError, "max_cost=30 and micro_batch_size=2 are mutually excl"),
         ({"max_cost": 30, "accumulate": 2}, ConfigError, "max_cost=30 and accumulate=2 are mutually exclusive"),
     ],
 )

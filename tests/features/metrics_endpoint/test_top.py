@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -83,9 +84,6 @@ def test_bars() -> None:
     assert bars([float("inf")]) == " "
 
 
-# -------------------------------------------------------------------------------------------------- nothing to show
-
-
 def refused(capsys: pytest.CaptureFixture[str], *targets: str) -> str:
     assert main(["top", *targets]) == 1
     [line] = capsys.readouterr().err.splitlines()
@@ -113,22 +111,24 @@ def test_a_folder_without_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "does a job with metrics.port run in" in refused(capsys, str(tmp_path))
 
 
-def test_a_job_that_has_left_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, announced(tmp_path))
-    assert re.fullmatch(r"no job answers at 127.0.0.1, port \d+, the address in .* \(Connection refused\). .*", said)
-    assert "It was killed or has failed" in said
-
-
-def test_another_job_at_the_address(endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "another job answers at" in refused(capsys, announced(tmp_path, port=endpoint.port))
-
-
-def test_a_job_on_another_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, announced(tmp_path, host="node1", port=9400))
-    assert "runs on node1" in said
-    assert "ssh -N -L 9400:127.0.0.1:9400 node1 here, and unitrain top localhost:9400" in said
-    said = refused(capsys, announced(tmp_path, host="node1.invalid", address="0.0.0.0", port=9400))
-    assert "no job answers at node1.invalid, port 9400" in said
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, r"no job answers at 127.0.0.1, port \d+, the address in .* \(Connection refused\).*was killed or has"),
+        ({"port": None}, "another job answers at"),
+        (
+            {"host": "node1", "port": 9400},
+            r"runs on node1.*ssh -N -L 9400:127.0.0.1:9400 node1 here, and .* localhost:9",
+        ),
+        ({"host": "node1.invalid", "address": "0.0.0.0", "port": 9400}, "no job answers at node1.invalid, port 9400"),
+    ],
+    ids=["has ended", "another", "another host", "unknown host"],
+)
+def test_an_address_that_was_left(
+    endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], said: str
+) -> None:
+    changed = {name: value or endpoint.port for name, value in changed.items()}
+    assert re.search(said, refused(capsys, announced(tmp_path, **changed)))
 
 
 def test_another_service_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,9 +147,6 @@ def test_without_the_library(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.setitem(sys.modules, "prometheus_client", None)  # as if it were not installed
     assert main(["top", "host:1"]) == 2
     assert 'pip install "unitrain[metrics]"' in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------------ in a terminal
 
 
 def in_terminal(target: str) -> tuple[subprocess.Popen[bytes], int]:

@@ -101,31 +101,6 @@ class Lamb(Optimizer):
                 p.sub_(update * ratio * group["lr"])
 
 
-class Shampoo(Optimizer):
-    """Has a list of matrices for each parameter, not of its shape, and multiplies gradients by their inverse roots."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, shape = self.state[p], p.grad.shape or (1,)
-                update = p.grad.reshape(shape)
-                if not state:
-                    state["of_dimensions"] = [torch.eye(size, dtype=p.dtype) for size in shape]
-                for dim, statistic in enumerate(state["of_dimensions"]):
-                    rows = update.transpose(0, dim).reshape(shape[dim], -1)
-                    statistic.add_(rows @ rows.t())
-                    values, vectors = torch.linalg.eigh(statistic)
-                    root = (vectors * values ** (-1 / (2 * len(shape)))) @ vectors.t()
-                    update = torch.tensordot(root, update, ([1], [dim])).movedim(0, dim)
-                p.sub_(group["lr"] * update.reshape(p.shape))
-
-
 MAKERS: dict[str, Callable[[Groups], Optimizer]] = {
     "sgd": lambda its: SGD(its, lr=0.05, momentum=0.9, nesterov=True),
     "adamw": lambda its: AdamW(its, lr=0.01),
@@ -134,7 +109,6 @@ MAKERS: dict[str, Callable[[Groups], Optimizer]] = {
     "rmsprop": lambda its: RMSprop(its, lr=0.005, momentum=0.5, centered=True),
     "adagrad": lambda its: Adagrad(its, lr=0.01, initial_accumulator_value=0.1),
     "lamb": lambda its: Lamb(its, lr=0.01),
-    "shampoo": lambda its: Shampoo(its, lr=0.05),
 }
 State = dict[str, Tensor]
 Result = tuple[list[float], State]
@@ -454,28 +428,6 @@ def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
 )
 def test_what_can_t_be_sharded_is_refused(kind: type[Optimizer], said: str) -> None:
     run_ranks(refused, kind, said)
-
-
-def train_compressed() -> list[State]:
-    """Train with PowerSGD, with and without."""
-    found = []
-    for shards in (True, False):
-        settings = {**settings_of("ddp"), "ddp": {"powersgd_start_step": 2}, "compression": "powersgd"}
-        with unitrain.init(shard_optimizer=shards, **{**settings, "precision": "fp32"}) as strategy:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-            model, optimizer = strategy.prepare(model, AdamW(model.parameters(), lr=0.01))
-            for _ in range(8):
-                inputs = torch.linspace(-1, 1, 128).reshape(2, 64) + strategy.rank
-                strategy.step(model(inputs).square().mean(), optimizer)
-            strategy.check_in_sync(model)
-            found.append(strategy.export(model).state_dict())
-    return found
-
-
-def test_gradients_may_be_compressed() -> None:
-    for divided, other in run_ranks(train_compressed):
-        torch.testing.assert_close(divided, other)
 
 
 def train_in_groups(alone: bool) -> tuple[State, list[int], int]:

@@ -1,16 +1,19 @@
-"""For tests of what is kept where: a run that saves without training, and what is found in a folder."""
+"""For tests of what is kept where: a run that saves without training, and what is found in a folder; a plugin."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from typing_extensions import Self
 
+import unitrain
 from unitrain import Strategy
 from unitrain.checkpoint import Checkpoint
 from unitrain.checkpoint.store import located
@@ -18,6 +21,13 @@ from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import Manifest
 from unitrain.checkpoint.store.store import NAME, folder_name
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    """Return a strategy of one process."""
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        yield strategy
 
 
 def steps_in(folder: str | Path) -> list[int]:
