@@ -72,10 +72,11 @@ def opened(
     settings: dict[str, Any], model: nn.Sequential | None = None
 ) -> Iterator[tuple[Strategy, nn.Sequential, nn.Module, Optimizer]]:
     """Open a strategy that may be closed within a round, with a model, also as it is prepared, and its optimizer."""
-    with unitrain.init(**merged(SETTINGS, settings)) as strategy, warnings.catch_warnings():
+    model = model or net()
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the run has ended within a round")
-        model = model or net()
-        yield strategy, model, *strategy.prepare(model, adamw(model))
+        with unitrain.init(**merged(SETTINGS, settings)) as strategy:
+            yield strategy, model, *strategy.prepare(model, adamw(model))
 
 
 def rows_of(strategy: Strategy, more: int = 0) -> Tensor:

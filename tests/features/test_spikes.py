@@ -84,11 +84,11 @@ State = tuple[list[Tensor], list[Tensor], list[Any]]
 """Tensors of which all ranks have the same, after a rewind at least; moments of this rank; and the learning rate."""
 
 
-def rewound(folder: str, backend: str, settings: dict[str, Any]) -> tuple[dict[int, State], int]:
+def rewound(folder: str, settings: dict[str, Any]) -> tuple[dict[int, State], int]:
     """Train with a spike; return the state after some steps, and the steps of the run."""
     copies = {"every": COPIED_EVERY, "folder": f"{folder}/memory"}
     given: dict[str, Any] = {"on_spike": "rewind", "memory_copies": copies, **settings}
-    with unitrain.init(backend=backend, device="cpu", precision="fp64", timeout_s=60, **given) as strategy:
+    with unitrain.init(device="cpu", precision="fp64", timeout_s=60, **given) as strategy:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer := Adam(model.parameters(), 0.01), 0.99)
@@ -110,23 +110,19 @@ def rewound(folder: str, backend: str, settings: dict[str, Any]) -> tuple[dict[i
 
 
 @pytest.mark.parametrize(
-    ("backend", "world", "launcher", "settings"),
+    ("settings", "world", "launcher"),
     [
-        ("single", 1, "spawn", {}),
-        ("ddp", 2, "spawn", {"shard_optimizer": True}),
-        pytest.param("horovod", 2, "horovodrun", {}, marks=HOROVOD),
-        pytest.param("fsdp", 2, "spawn", {}, marks=pytest.mark.all("ddp has a sharded state, too")),
+        ({"backend": "single"}, 1, "spawn"),
+        ({"backend": "ddp", "shard_optimizer": True}, 2, "spawn"),
+        pytest.param({"backend": "horovod"}, 2, "horovodrun", marks=HOROVOD),
+        pytest.param({"backend": "fsdp"}, 2, "spawn", marks=pytest.mark.all("ddp has a sharded state, too")),
     ],
+    ids=str,
 )
 def test_a_rewind_goes_back_to_a_copy_in_memory_with_everything_but_the_schedule(
-    backend: str,
-    world: int,
-    launcher: Any,
-    settings: dict[str, Any],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    settings: dict[str, Any], world: int, launcher: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    runs = run_ranks(rewound, str(tmp_path), backend, settings, nprocs=world, launcher=launcher)
+    runs = run_ranks(rewound, str(tmp_path), settings, nprocs=world, launcher=launcher)
     for after, steps in runs:
         (_, _, rate_before), (back, moments, rate_then), (on, _, rate_after) = (after[SPIKE_AT + i] for i in (-1, 0, 1))
         assert all(map(torch.equal, back, runs[0][0][COPIED_EVERY][0])), "copies are of steps 64 and 128"

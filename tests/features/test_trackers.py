@@ -164,7 +164,7 @@ def test_what_makes_no_sense_is_refused(strategy: Strategy, tmp_path: Path, caps
         strategy.add(Trackers(["tensorboard"], tmp_path / "file"))
     strategy._step.global_step = 5  # as after a resume: nobody may be there to correct it
     strategy.add(Trackers(["tensorboard"], tmp_path / "file")).log({"loss": 1.0}, 5)
-    assert f"unitrain: {said}" in capsys.readouterr().out
+    assert f"unitrain: {said}" in capsys.readouterr().err
     tracked = strategy.add(Trackers([Recorder()], tmp_path))
     for value in ("0.5", torch.ones(2)):
         with pytest.raises(UsageError, match=r"the metric loss is a (str|Tensor): log numbers"):

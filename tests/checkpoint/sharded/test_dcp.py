@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 import unitrain
 from unitrain import CheckpointError
@@ -75,10 +75,11 @@ def whole(value: Any) -> Any:
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    (numbers, structure), (wanted, other) = tree_flatten(found), tree_flatten(expected)
-    assert structure == other
-    for number, value in zip(numbers, wanted, strict=True):
-        assert number == value if not isinstance(value, Tensor) else torch.allclose(number, value, 1e-9, 1e-12)
+    values, others = ({keystr(path): one for path, one in tree_leaves_with_path(tree)} for tree in (found, expected))
+    assert values.keys() == others.keys()
+    for key, value in others.items():
+        same = torch.allclose(values[key], value, 1e-9, 1e-12) if isinstance(value, Tensor) else values[key] == value
+        assert same, key
 
 
 def state_of(model: nn.Module, optimizer: Optimizer, options: StateDictOptions = NESTED) -> dict[str, Any]:
