@@ -26,7 +26,7 @@ def train(settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple
     """Return the weights after a few steps, and in which types the strategy's own collectives summed gradients."""
     with unitrain.init(**settings) as strategy:
         ranks = strategy.communicator.collectives
-        ranks.all_reduce_async = reduce = Mock(side_effect=ranks.all_reduce_async)  # type: ignore[method-assign]
+        ranks.all_reduce_async = reduce = Mock(side_effect=ranks.all_reduce_async)
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
         model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -170,7 +170,7 @@ class Normed(Block):
 
 
 def shadowed() -> nn.Module:
-    module: Any = Net()
+    module = Net()
     module.blocks[1].forward = lambda x, shift: x
     return module
 

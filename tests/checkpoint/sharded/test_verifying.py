@@ -20,6 +20,7 @@ import unitrain
 from unitrain import CheckpointError
 from unitrain.checkpoint.sharded import dcp, loading
 from unitrain.checkpoint.store.located import checkpoint_at
+from unitrain.checkpoint.store.located import verified as verified_file
 
 WIDTH = 150
 
@@ -92,7 +93,7 @@ def flip(folder: str) -> tuple[list[str], int]:
         path, draw, noticed = Path(folder), random.Random(0), 0
         model, optimizer = strategy.prepare(*made())
         checkpoint = strategy.checkpoint(path.parent / "other", model=model, optimizer=optimizer)
-        with patch.object(dcp, "verified", side_effect=dcp.verified) as verified:
+        with patch.object(dcp, "verified", side_effect=verified_file) as verified:
             assert checkpoint.resume(path)
         read = [call.args[1] for call in verified.call_args_list]
         before = whole(strategy, model, optimizer)

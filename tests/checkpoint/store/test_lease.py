@@ -1,4 +1,4 @@
-"""One job saves to a folder of an object store: the server lets in one, and a silent one is replaced."""
+"""One job saves to a folder: the server of an object store lets in one, and a silent one is replaced."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -15,8 +16,10 @@ from fsspec.registry import _registry
 
 from unitrain import CheckpointError
 from unitrain.checkpoint.store import lock
+from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.lock import NAME, Lock
 from unitrain.checkpoint.store.objects import Objects
+from unitrain.checkpoint.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("server")
 
@@ -28,16 +31,16 @@ def files(s3_url: str) -> Objects:
     return Objects(s3_url)
 
 
+@pytest.fixture(params=["disk", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return Disk(tmp_path) if request.param == "disk" else Objects(request.getfixturevalue("s3_url"))
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.3)
     monkeypatch.setattr(lock, "STALE_S", 2.5)  # S3 tells times in seconds
     monkeypatch.setattr(lock, "_POLL_S", 0.05)
-
-
-def assert_empty(files: Objects) -> None:
-    with pytest.raises(FileNotFoundError):
-        files.list()
 
 
 def test_of_jobs_that_start_at_the_same_time_the_server_lets_in_one(files: Objects) -> None:
@@ -54,30 +57,31 @@ def test_of_jobs_that_start_at_the_same_time_the_server_lets_in_one(files: Objec
 
 @pytest.mark.usefixtures("quick")
 def test_a_job_of_another_host_runs_if_it_writes_its_lock_again(
-    files: Objects, capsys: pytest.CaptureFixture[str]
+    store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, ended = json.dumps(ELSEWHERE).encode(), threading.Event()
-    files.put(NAME, text)
+    store.put(NAME, text)
 
     def beat() -> None:
         while not ended.wait(0.3):
-            files.put(NAME, text)
+            store.put(NAME, text)
 
     thread = threading.Thread(target=beat)
     thread.start()
     with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on elsewhere"):
-        Lock(files)
+        Lock(store)
     ended.set()
     thread.join()
     assert "s to see whether that process is still running" in capsys.readouterr().err
-    held = Lock(files)
-    written = files.modified(NAME)
+    held = Lock(store)
+    written = store.modified(NAME)
     for _ in range(100):
-        if threading.Event().wait(0.1) or files.modified(NAME) > written:
+        if threading.Event().wait(0.1) or store.modified(NAME) > written:
             break
-    assert files.modified(NAME) > written, "it writes its own again, too"
+    assert store.modified(NAME) > written, "it writes its own again, too"
     held.release()
-    assert_empty(files)
+    with pytest.raises(FileNotFoundError):
+        store.get(NAME)
 
 
 class Commits(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types

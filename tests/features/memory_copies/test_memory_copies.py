@@ -73,7 +73,13 @@ def train(
         data = TensorDataset(*torch.split(torch.randn(22, 4, generator=generator).double(), [3, 1], 1))
         loader = strategy.dataloader(data, global_batch_size=8, shuffle=True)
         seen: dict[str, Any] = {"batches": 0, "steps": [], "epochs": {}}
-        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "seen": seen}
+        objects: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "loader": loader,
+            "seen": seen,
+        }
         checkpoint = strategy.checkpoint(folder / "run", **objects)
         if resumes == "discard":
             checkpoint.discard()

@@ -251,9 +251,8 @@ def test_a_run_continues_in_any_world_with_and_without_it(tmp_path: Path) -> Non
     assert_close(found, expected, first=len(CHAIN) - 1)
 
 
-def save_and_load(folder: str) -> list[str]:
-    """Save and load states in all ways, and go back within a run. Return what is refused."""
-    said = []
+def save_and_load(folder: str) -> None:
+    """Save and load states in all ways, and go back within a run."""
     path = f"{folder}/optimizer.pt"
     with unitrain.init(shard_optimizer=True, **{**settings_of("ddp"), "accumulate": 1}) as strategy:
         model, optimizer, _ = strategy.prepare(*made("adamw"))
@@ -302,26 +301,21 @@ def save_and_load(folder: str) -> list[str]:
             lambda: made("adamw")[1].load_state_dict(whole),
             lambda: optimizer.load_state_dict({**whole, "state": mine}),
         ):
-            with pytest.raises(UsageError) as refusal:
+            with pytest.raises(UsageError, match=r"use strategy\.checkpoint or strategy\.save"):
                 lossy()
-            said.append(str(refusal.value))
         repr(optimizer.state_dict())
-    with pytest.raises(UsageError) as refusal:
+    with pytest.raises(UsageError, match=r"can't step after strategy\.close\(\)"):
         optimizer.step()
-    said.append(str(refusal.value))
     # Another process may use what was saved without UniTrain.
     plain, by_itself, _ = made("adamw")
     by_itself.load_state_dict(loaded["optimizer"])
     trained = {p for p in plain.parameters() if p.requires_grad} - set(plain.unused.parameters())
     assert by_itself.state.keys() == trained
     assert all(p.shape == its["exp_avg"].shape for p, its in by_itself.state.items())
-    return said
 
 
 def test_states_are_saved_and_loaded_as_a_whole_and_nothing_loses_state_silently(tmp_path: Path) -> None:
-    for *lossy, stepped in run_ranks(save_and_load, str(tmp_path)):
-        assert all("use strategy.checkpoint or strategy.save" in said for said in lossy)
-        assert "can't step after strategy.close()" in stepped
+    run_ranks(save_and_load, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------------------ steps
@@ -408,9 +402,9 @@ def look() -> set[tuple[tuple[int, ...], ...]]:
     return seen
 
 
-def refused(kind: type[Optimizer], said: str) -> None:
+def refused(kind: type[SGD], said: str) -> None:
     with unitrain.init(shard_optimizer=True, **QUICK) as strategy, pytest.raises(UsageError, match=said):
-        strategy.prepare(model := small(), kind(model.parameters(), lr=0.0, momentum=0.9))
+        strategy.prepare(module := small(), kind(module.parameters(), lr=0.0, momentum=0.9))
 
 
 def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
@@ -426,7 +420,7 @@ def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
         (Lookahead, r"does not support Lookahead: its state_dict\(\) would return one rank's state, since it does not"),
     ],
 )
-def test_what_can_t_be_sharded_is_refused(kind: type[Optimizer], said: str) -> None:
+def test_what_can_t_be_sharded_is_refused(kind: type[SGD], said: str) -> None:
     run_ranks(refused, kind, said)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,18 @@ def strategy() -> Iterator[Strategy]:
     """Return a strategy of one process."""
     with unitrain.init(backend="single", device="cpu") as strategy:
         yield strategy
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return the folder of a file system of 3 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small file system")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=False, capture_output=True)  # a test may have done so
 
 
 def steps_in(folder: str | Path) -> list[int]:
