@@ -122,25 +122,6 @@ def test_a_disk_with_too_little_space(small_disk: Path) -> None:
         run_ranks(begin, str(small_disk), 1024)
 
 
-def saved_and_resumed(folder: str) -> list[int]:
-    """Save in the background, go on, and go back to what was saved: it may still be being written."""
-    with unitrain.init(backend="ddp", device="cpu") as strategy:
-        model, optimizer = strategy.prepare(module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), lr=0.1))
-        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
-        reached = []
-        for _ in range(2):
-            strategy.step(model(torch.ones(2, 1) * (1 + strategy.rank)).sum(), optimizer)
-            checkpoint.save()
-            strategy.step(model(torch.ones(2, 1) * (1 + strategy.rank)).sum(), optimizer)
-            assert checkpoint.resume()
-            reached.append(strategy.global_step)
-        return reached
-
-
-def test_a_checkpoint_can_be_resumed_as_soon_as_it_was_saved(tmp_path: Path) -> None:
-    assert run_ranks(saved_and_resumed, str(tmp_path)) == [[1, 2]] * 2
-
-
 def test_a_run_that_goes_back_keeps_what_it_saves_afterwards(tmp_path: Path) -> None:
     """The checkpoints of the branch that it leaves are newer by number, and must not stand for the run."""
     with unitrain.init(backend="single") as strategy:

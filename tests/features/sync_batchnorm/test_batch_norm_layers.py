@@ -74,15 +74,13 @@ def _compare(
     start = sum(shares[: strategy.rank])
     mine = slice(start, start + shares[strategy.rank])
     for step in range(3):
-        whole = (3 + _batch(sum(shares), shape, step)).requires_grad_()
-        share = whole.detach()[mine].requires_grad_()
+        whole: Any = (3 + _batch(sum(shares), shape, step)).requires_grad_()
+        share: Any = whole.detach()[mine].requires_grad_()
         seed = _batch(sum(shares), shape, 10 + step)
         expected, output = plain(whole), synced(share)
         _close_to(output, expected[mine])
         expected.backward(seed)
         output.backward(seed[mine])
-        assert whole.grad is not None
-        assert share.grad is not None
         _close_to(share.grad, whole.grad[mine])
         for ours, its in zip(synced.parameters(), plain.parameters(), strict=True):
             _close_to(strategy.all_reduce(_gradient(ours)), _gradient(its))  # a rank's part of the sum over all rows
@@ -145,10 +143,12 @@ def _one_value() -> None:
 def _narrow(dtype: torch.dtype) -> None:
     """Half-precision inputs with float32 weights, as under autocast: as good as torch's own."""
     with _open(precision="fp32") as strategy:
-        synced, plain = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+        layers: list[Any] = [nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)]
+        synced, plain = layers
         batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
         whole = _batch(6, (2, 2), 0).to(dtype)
-        share, exact = whole[strategy.rank :: 2].requires_grad_(), whole.float().requires_grad_()
+        share: Any = whole[strategy.rank :: 2].requires_grad_()
+        exact: Any = whole.float().requires_grad_()
         output, expected = synced(share), plain(exact)
         assert output.dtype == dtype
         tolerance: dict[str, Any] = {"rtol": torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
@@ -156,12 +156,8 @@ def _narrow(dtype: torch.dtype) -> None:
         seed = _batch(6, (2, 2), 1).to(dtype)
         output.backward(seed[strategy.rank :: 2])
         expected.backward(seed.float())
-        assert share.grad is not None
-        assert exact.grad is not None
         assert share.grad.dtype == dtype
         torch.testing.assert_close(share.grad.float(), exact.grad[strategy.rank :: 2], **tolerance)
-        assert synced.running_var is not None
-        assert plain.running_var is not None
         torch.testing.assert_close(synced.running_var, plain.running_var)
 
 
