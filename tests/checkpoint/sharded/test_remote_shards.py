@@ -147,7 +147,7 @@ def load(url: str, backend: str) -> tuple[int, dict[str, Tensor]]:
         return sum(sizes), strategy.export(model).state_dict()
 
 
-@pytest.mark.all("test_weights.py reads such files of a disk")
+@pytest.mark.all("test_safetensors.py reads such files of a disk")
 def test_weights_at_a_url_are_read_by_the_ranks_that_need_them(s3_url: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     torch.manual_seed(0)

@@ -1,9 +1,11 @@
-"""``unitrain top``: what it shows of an endpoint, and what it says where there is none."""
+"""What ``metrics.port`` serves of heartbeats, a job and what a script logs, and what ``unitrain top`` shows of it."""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
+import multiprocessing
 import os
 import pty
 import re
@@ -22,15 +24,166 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from plain_loop import model_of
+from prometheus_client.registry import Collector
+from ranks import run_ranks
 from rich.console import Console
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Dataset
 
+import unitrain
+from unitrain import ConfigError, call_site
 from unitrain.commands.cli import main
 from unitrain.features.metrics_endpoint import FILE
 from unitrain.features.metrics_endpoint.endpoint import Endpoint
-from unitrain.features.metrics_endpoint.view import View, bars
+from unitrain.features.metrics_endpoint.view import View, bars, find
+from unitrain.features.trackers import Trackers
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.messages import Heartbeat
 from unitrain.pulse import USER_CODE, Pulse
+
+DEADLINE_S = 30.0
+
+
+def opened(ranks: int, port: int = 0) -> Endpoint:
+    return Endpoint([Member(rank, f"node{rank // 8}", 1, 0) for rank in range(ranks)], "127.0.0.1", port, Pulse())
+
+
+@pytest.fixture
+def three() -> Iterator[Endpoint]:
+    endpoint = opened(3)
+    yield endpoint
+    endpoint.close()
+
+
+def samples(collector: Collector) -> dict[tuple[str, ...], float]:
+    """Return all samples by name and labels, without the host."""
+    found = [sample for family in collector.collect() for sample in family.samples]
+    labels = [[value for name, value in sorted(sample.labels.items()) if name != "host"] for sample in found]
+    return {
+        (sample.name.removeprefix("unitrain_"), *its): sample.value for sample, its in zip(found, labels, strict=True)
+    }
+
+
+def beat(phase: str = USER_CODE, steps: int = 0, **more: Any) -> Heartbeat:
+    return Heartbeat(phase, 100 + steps, 0.0, trained=(steps, 0), **more)
+
+
+def test_what_heartbeats_show(three: Endpoint) -> None:
+    now = time.monotonic() - 50
+    for second in range(40):
+        three.observe(0, beat("step", 2 * second, memory=1000), now + second)
+        three.observe(1, beat("step" if second % 2 else USER_CODE, 2 * second, loads=True), now + second)
+    found = samples(three)
+    assert found["ranks",] == 3
+    assert found["step", "0"] == 178
+    assert found["seconds_per_step", "0"] == pytest.approx(0.5)
+    assert (found["waiting_ratio", "0"], found["waiting_ratio", "1"]) == pytest.approx((1, 0.5))
+    assert 11 <= found["heartbeat_age_seconds", "0"] < 11 + DEADLINE_S
+    assert found["resident_memory_bytes", "0"] == 1000
+    assert found["phase", "step", "1"] == 1
+    assert not any("2" in labels for labels in found), "it has not sent any"
+    three.observe(1, beat(loads=True), now)
+    assert samples(three)["phase", "data", "1"] == 1
+    three.observe(1, beat(), now)
+    assert samples(three)["phase", USER_CODE, "1"] == 1
+
+
+def test_a_step_of_minutes_and_a_resumed_run(three: Endpoint) -> None:
+    for second in range(200):
+        three.observe(0, Heartbeat("step", 5000 + second // 60, 0.0, trained=(second // 60, 0)), float(second))
+    assert samples(three)["seconds_per_step", "0"] == 60
+
+
+@pytest.mark.parametrize(("waits", "slowest"), [((0.9, 0.9, 0.3), 2), ((0.5, 0.4, 0.45), None), ((0, 0, 0), None)])
+def test_the_rank_that_the_others_wait_for(three: Endpoint, waits: tuple[float, ...], slowest: int | None) -> None:
+    for second in range(60):
+        for rank, share in enumerate(waits):
+            three.observe(rank, beat("step" if second % 10 < 10 * share else USER_CODE, second), float(second))
+    assert samples(three).get(("slowest_rank",)) == slowest
+
+
+def test_what_the_script_logs(three: Endpoint) -> None:
+    three.log({"loss": 2.0, "val/accuracy": float("nan")})
+    three.log({"loss": 1.0})
+    found = samples(three)
+    assert found["logged", "loss"] == 1
+    assert math.isnan(found["logged", "val/accuracy"])
+
+
+def test_a_forked_child_does_not_keep_the_port() -> None:
+    first = opened(1)
+    port = first.port
+    child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    child.start()
+    try:
+        first.close()
+        opened(1, port).close()
+        assert child.is_alive()
+    finally:
+        child.kill()
+        child.join()
+
+
+def in_a_job(folder: Path) -> list[int]:
+    """Train and log, and return the ranks that are seen after step 3."""
+    with unitrain.init(device="cpu", metrics={"port": 0}) as strategy:
+        model, optimizer = strategy.prepare(module := model_of().float(), SGD(module.parameters(), lr=0.1))
+        strategy.checkpoint(folder / "checkpoints", model=model, optimizer=optimizer)
+        trackers = strategy.add(Trackers([], folder))
+        for step in range(3):
+            loss = model(torch.ones(1, 4) * step + strategy.rank).square().mean()
+            strategy.step(loss, optimizer)
+        trackers.log({"loss": loss}, strategy.global_step)
+        view = View(*find(str(folder))) if strategy.is_main else None
+        deadline = time.monotonic() + DEADLINE_S
+        while view is not None and [r["step"] for r in view.ranks.values()] != [3] * strategy.world_size:
+            assert time.monotonic() < deadline
+            view.ask()
+        if view is not None:
+            assert view.values[" loss"] >= 0
+            assert all(rank["resident_memory_bytes"] > 2**20 for rank in view.ranks.values())
+            assert json.loads((folder / FILE).read_text()) == json.loads((folder / "checkpoints" / FILE).read_text())
+        strategy.barrier()
+    return sorted(view.ranks) if view else []
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_job(nprocs: int, tmp_path: Path) -> None:
+    assert run_ranks(in_a_job, tmp_path, nprocs=nprocs)[0] == list(range(nprocs))
+    assert not list(tmp_path.rglob(FILE))
+
+
+def test_without_the_library_no_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r'pip install "unitrain\[metrics\]"'):
+        unitrain.init(device="cpu", metrics={"port": 0})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"], ids=["a port that is taken", "another host"])
+def test_an_address_that_can_not_be_served(three: Endpoint, host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"can't serve metrics at {host}, port {three.port}, .*address"):
+        unitrain.init(device="cpu", metrics={"port": three.port, "host": host})
+
+
+class Asked(Dataset[bool]):
+    """Returns whether the main thread is seen to wait for a batch while it reads a sample."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> bool:
+        return call_site.is_loading(threading.main_thread().ident or 0)
+
+
+def test_what_counts_as_loading() -> None:
+    with unitrain.init(device="cpu") as strategy:
+        for loader in (strategy.dataloader(Asked(), global_batch_size=1), DataLoader(Asked())):
+            for seen in loader:
+                assert seen.item()
+                assert not call_site.is_loading(threading.main_thread().ident or 0)
+
 
 RANKS = 300
 SILENT, SLOW = 77, 205
@@ -39,13 +192,13 @@ SILENT, SLOW = 77, 205
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[Endpoint]:
     """A job of 300 ranks: rank 77 is silent, and the others wait for rank 205."""
-    made = Endpoint([Member(rank, f"node{rank // 8}", 1, 0) for rank in range(RANKS)], "127.0.0.1", 0, Pulse())
+    made = opened(RANKS)
     now = time.monotonic() - 100
     for second in range(100):
         for rank in range(RANKS):
             if rank != SILENT or second < 50:
                 phase = USER_CODE if rank == SLOW else "step"
-                made.observe(rank, Heartbeat(phase, second, 0.0, trained=(second, 0), memory=2 * 10**9), now + second)
+                made.observe(rank, beat(phase, second, memory=2 * 10**9), now + second)
     made.log({"loss": 0.25})
     yield made
     made.close()
@@ -170,7 +323,7 @@ def read_until(terminal: int, text: str) -> str:
 
 
 def test_a_job_that_ends_meanwhile() -> None:
-    endpoint = Endpoint([Member(0, "here", 1, 0)], "127.0.0.1", 0, Pulse())
+    endpoint = opened(1)
     process, terminal = in_terminal(f"127.0.0.1:{endpoint.port}")
     assert "user code" in read_until(terminal, "s ago")
     endpoint.close()
