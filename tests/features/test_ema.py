@@ -147,9 +147,6 @@ def test_statistics_that_differ_between_ranks_are_averaged_like_the_model_s(tmp_
     assert not torch.equal(weights(loaded(saved)), weights(net()))
 
 
-# ------------------------------------------------------------------------------------------------------------ steps
-
-
 def test_it_is_updated_once_for_each_optimizer_step_as_torch_s_is(ready: Ready) -> None:
     strategy, model, optimizer = ready  # accumulate is 2
     inputs, targets = data().tensors
@@ -208,9 +205,6 @@ def test_it_follows_the_optimizers_of_its_model_only() -> None:
             strategy.step(model(torch.ones(1, 4)).sum(), optimizer)
             assert torch.equal(weights(strategy.export(ema)), average) == (model is discriminator)
         torch.testing.assert_close(weights(strategy.export(ema)), (before + weights(generator)) / 2)
-
-
-# ------------------------------------------------------------------------------------------------------------- swap
 
 
 @pytest.fixture
@@ -290,9 +284,6 @@ def test_a_weight_that_was_replaced_is_found(run: Run) -> None:
     for use in (run.ema.state_dict, run.ema.swapped().__enter__, run.checkpoint.save_now):
         with pytest.raises(UsageError, match=r"0\.weight is not the tensor that the EMA averages"):
             use()
-
-
-# ------------------------------------------------------------------------------------------------------------ models
 
 
 @pytest.mark.parametrize("backend", ["single", "ddp"])

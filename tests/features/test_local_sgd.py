@@ -224,9 +224,6 @@ def test_other_ranks_and_fragments_are_refused_unless_forced(
         assert torch.equal(found, shared)
 
 
-# -------------------------------------------------------------------------------------------- what all ranks decide
-
-
 def not_finite(settings: dict[str, Any]) -> tuple[str, Tensor]:
     with opened({**settings, "on_nonfinite": "raise"}) as (strategy, model, prepared, optimizer):
         before = flat(model)
@@ -330,9 +327,6 @@ def test_what_a_signal_saves_in_an_evaluation_within_a_round(tmp_path: Path) -> 
         assert all(map(torch.equal, found, expected))
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
-
-
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
@@ -355,9 +349,6 @@ def test_settings_that_exclude_rounds(settings: dict[str, Any], name: str) -> No
 def test_fsdp_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Backend fsdp does not support local_sgd\.steps 4: each rank must"):
         unitrain.init(backend="fsdp", device="cpu", local_sgd={"steps": 4})
-
-
-# --------------------------------------------------------------------------------------------------- within a round
 
 
 class Counting(nn.Module):

@@ -103,9 +103,6 @@ def test_a_trace_of_some_ranks_has_no_others(tmp_path: Path) -> None:
     assert {event["pid"] for event in events(tmp_path / "trace-step3.json.gz")} == {1}
 
 
-# ------------------------------------------------------------------------------------------------------------ clocks
-
-
 def shift_clock(rank: int) -> None:
     """Let the clock of rank 1 be ahead."""
     patch.object(timeline, "monotonic_ns", lambda: time.monotonic_ns() + rank * SHIFT_NS).start()
@@ -127,9 +124,6 @@ def test_ranks_with_other_clocks_are_on_one_timeline(tmp_path: Path) -> None:
     for one, other in (calls, calls[::-1]):
         for ends, begins in zip(one, other, strict=True):
             assert ends["ts"] + ends["dur"] > begins["ts"] - 1e5
-
-
-# -------------------------------------------------------------------------------------------------- its end, and after
 
 
 def without_loader(strategy: Strategy, steps: int) -> None:
@@ -219,9 +213,6 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
             signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-# --------------------------------------------------------------------------------------------------- on a signal
-
-
 def signalled(folder: Path, backend: str) -> list[float]:
     with unitrain.init(backend=backend, device="cpu", timeout_s=60) as strategy:
         strategy.add(Profile(folder, steps=1, skip=1, on_signal=signal.SIGUSR2))
@@ -277,9 +268,6 @@ def stopped(folder: Path) -> object:
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_a_stop_is_not_lost_to_a_profile(tmp_path: Path, nprocs: int) -> None:
     assert run_ranks(stopped, tmp_path, nprocs=nprocs) == [143] * nprocs
-
-
-# ------------------------------------------------------------------------------------------------------- memory
 
 
 def test_a_trace_shows_how_much_memory_is_allocated(tmp_path: Path) -> None:

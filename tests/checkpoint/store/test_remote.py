@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +15,17 @@ from uuid import uuid4
 import fsspec
 import pytest
 import torch
+from ranks import run_ranks
 from s3_server import S3Server
-from saved_run import SavedRun
+from saved_run import SavedRun, verify
 from torch import nn
 
+import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
 from unitrain.checkpoint.store import objects as stores
+from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.objects import Objects
 from unitrain.checkpoint.store.store import NAME as MANIFEST
-
-pytestmark = pytest.mark.usefixtures("server")
 
 
 @pytest.fixture(params=["s3", "memory"])
@@ -297,3 +301,52 @@ def test_a_small_disk_for_temporary_files_is_named(
     run.notes["large"] = torch.zeros(10**6)
     with pytest.raises(CheckpointError, match=rf"step-0+1 {said}"):
         run.save(1)
+
+
+def save_slowly(url: str, server: int) -> tuple[int, int, bool]:
+    """Return the steps while the server answered nothing, and what is resumed after it went on."""
+    with unitrain.init(backend="ddp", device="cpu") as strategy:
+        model, optimizer = strategy.prepare(module := nn.Linear(4, 1), torch.optim.SGD(module.parameters(), 0.1))
+        checkpoint = strategy.checkpoint(url, model=model, optimizer=optimizer)
+        if strategy.is_main:
+            os.kill(server, signal.SIGSTOP)
+        checkpoint.save()
+        saved = module.weight.detach().clone()
+        for _ in range(30):
+            strategy.step(model(torch.ones(2, 4)).square().mean(), optimizer)
+        steps = strategy.global_step
+        if strategy.is_main:
+            time.sleep(1)
+            os.kill(server, signal.SIGCONT)
+        checkpoint.wait()
+        checkpoint.resume()
+        return steps, strategy.global_step, torch.equal(module.weight, saved)
+
+
+def test_training_goes_on_while_a_server_is_slow(s3_url: str, server: S3Server) -> None:
+    assert run_ranks(save_slowly, s3_url, server.pid) == [(30, 0, True)] * 2
+
+
+ABOUT: dict[str, Any] = {"world_size": 2, "strategy": {}, "config": {}}
+
+
+@pytest.fixture
+def folder() -> Iterator[Folder]:
+    folder = Folder(Objects(f"memory://{uuid4().hex}"))
+    folder.claim(0)
+    yield folder
+    folder.release()
+
+
+def test_a_name_in_an_object_store_is_not_used_again_while_a_slow_rank_may_write_to_it(folder: Folder) -> None:
+    failed = folder.begin(5)
+    again = folder.begin(5)
+    assert (failed.name, again.name) == ("step-0000000005", "step-0000000005.2")
+    failed.write({"late": {"part": 1}})
+    files = again.write({"other": {"part": 2}})
+    folder.write(5, {"own": {}}, ABOUT, again, lambda: files)
+    found = folder.find(5)
+    assert found.folder == again.name
+    assert sorted(found.manifest.files) == ["other.pt", "own.pt"]
+    verify(found)
+    assert folder.store.list("step-0000000005") == [], "what the slow rank has left is removed"
