@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_waits import communicator_on_gpu
+from needs import GPU
 from ranks import run_ranks
 from torch.nn.utils import parameters_to_vector
 
 import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
+from unitrain.communication.counts import CountReduction
 from unitrain.testing.models import Net, Twins
 
 
@@ -79,6 +82,15 @@ def narrow_dtypes(folder: Path) -> None:
         torch.testing.assert_close(rows.grad, 2 * 2 * rows.detach())  # the loss of each of two ranks
 
 
+def counts(folder: Path) -> None:
+    """Integers are reduced exactly, and booleans as integers."""
+    with opened() as strategy:
+        ranks, own = strategy.communicator, strategy.rank
+        summed = CountReduction(ranks, "sum", "summed").start([own + 1, 2**40, True])
+        largest = CountReduction(ranks, "max", "largest").start([own, -own, own == 0])
+        assert (summed(), largest()) == ([3, 2**41, 2], [1, 0, 1])
+
+
 def meters(folder: Path) -> None:
     """Sums and means are those over the samples of all ranks, which may differ in number or be missing on some."""
     with opened() as strategy:
@@ -137,7 +149,7 @@ ON_ANY_WORLD = [refused_reductions, meters, prints_once, refuses_to_save_or_load
 
 
 @pytest.mark.parametrize(
-    ("promise", "nprocs"), [*product(ON_ANY_WORLD, (1, 2)), (refused_gathers, 2), (narrow_dtypes, 2)]
+    ("promise", "nprocs"), [*product(ON_ANY_WORLD, (1, 2)), *product([counts, refused_gathers, narrow_dtypes], (2,))]
 )
 def test_a_promise_is_kept(promise: Callable[[Path], None], nprocs: int, tmp_path: Path) -> None:
     run_ranks(promise, tmp_path, nprocs=nprocs)
@@ -148,3 +160,16 @@ def test_what_communicates_can_not_be_pickled() -> None:
         for value in (strategy.communicator, strategy):
             with pytest.raises(UsageError, match="can't be pickled"):
                 pickle.dumps(value)
+
+
+@pytest.mark.gpu
+@GPU
+def test_results_are_there_before_a_gpu_has_computed_what_was_queued() -> None:
+    counts = CountReduction(communicator_on_gpu(), "sum", "counts")
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]  # cycles: half a second
+    computed = torch.cuda.current_stream().record_event()
+    assert counts.start([1, 2, 3])() == [1, 2, 3]
+    assert not computed.query()
+    torch.cuda.synchronize()

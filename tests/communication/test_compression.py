@@ -15,12 +15,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import unitrain
 
-WORLDS = [
-    ("ddp", "spawn", "fp16"),
-    ("ddp", "spawn", "bf16"),
-    pytest.param("horovod", "horovodrun", "fp16", marks=HOROVOD),
-]
-
 
 def train(settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Tensor, set[torch.dtype]]:
     """Return the weights after a few steps, and in which types the strategy's own collectives summed gradients."""
@@ -37,7 +31,14 @@ def train(settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple
         return torch.cat([p.detach().reshape(-1).float() for p in model.parameters()]), sent
 
 
-@pytest.mark.parametrize(("backend", "launcher", "compression"), WORLDS)
+@pytest.mark.parametrize(
+    ("backend", "launcher", "compression"),
+    [
+        ("ddp", "spawn", "fp16"),
+        ("ddp", "spawn", "bf16"),
+        pytest.param("horovod", "horovodrun", "fp16", marks=HOROVOD),
+    ],
+)
 def test_compressed_gradients_are_near_and_equal_on_all_ranks(backend: str, launcher: str, compression: str) -> None:
     plain, _ = train({"backend": "single"})
     settings = {"backend": backend, "compression": compression}

@@ -37,18 +37,14 @@ def test_what_is_plain_is_the_same_afterwards(value: Any) -> None:
     assert type(received) is type(value)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(1.5),
-        torch.arange(6).view(2, 3).t(),
-        torch.zeros(0, 3),
-        torch.tensor([True, False]),
-        torch.tensor([1.5, math.nan], dtype=torch.bfloat16),
-        torch.tensor([1 + 2j]).conj(),
-        torch.arange(300, dtype=torch.int16)[::7],
-    ],
-)
+TENSORS = [
+    torch.tensor(1.5), torch.arange(6).view(2, 3).t(), torch.zeros(0, 3), torch.tensor([True, False]),
+    torch.tensor([1.5, math.nan], dtype=torch.bfloat16), torch.tensor([1 + 2j]).conj(),
+    torch.arange(300, dtype=torch.int16)[::7],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
 def test_tensors(tensor: Tensor) -> None:
     received = sent({"a": [tensor]})["a"][0]
     assert received.dtype == tensor.dtype

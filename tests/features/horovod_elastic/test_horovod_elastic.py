@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from places import TESTS
@@ -60,14 +61,6 @@ def test_a_driver_that_has_ended() -> None:
     assert time.monotonic() - began < 30
 
 
-class Saves:
-    def wait(self) -> None:
-        raise AssertionError
-
-    def save_now(self) -> str:
-        return "here"
-
-
 def watched(monkeypatch: pytest.MonkeyPatch, *, elastic: bool) -> tuple[PretendedRank, ChangedHosts, list[Any]]:
     """Return a rank, the feature in it, and the functions that are to be called when hosts change."""
     rank, calls = pretended_rank(), list[Callable[[], None]]()
@@ -86,7 +79,8 @@ def test_hosts_that_change_early_are_gone_on_with_once_there_is_a_checkpoint(mon
     stopping.pass_boundary()
     hosts.at_boundary()
     assert not hosts.goes_on
-    stopping.listen(Saves())
+    saves = Mock(**{"save_now.return_value": "here"})
+    stopping.listen(saves)
     try:
         hosts.at_boundary()
         with pytest.raises(unitrain.Stopped):
@@ -94,6 +88,7 @@ def test_hosts_that_change_early_are_gone_on_with_once_there_is_a_checkpoint(mon
     finally:
         stopping.close()
     assert hosts.goes_on
+    saves.wait.assert_not_called()
 
 
 def test_hosts_are_watched_under_an_elastic_launcher_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,8 +221,6 @@ def test_losses_and_weights_are_those_of_a_plain_loop_and_each_rank_has_its_shar
         assert sum(found[name][1] for found in ranks) == whole, name
 
 
-# ------------------------------------------------------------------------------------------------------ checkpoints
-
 CHAIN: list[tuple[str, int, Any, bool]] = [
     ("ddp", 2, "spawn", True),
     ("horovod", 3, "horovodrun", False),
@@ -316,9 +314,6 @@ def save_and_load(folder: str) -> None:
 
 def test_states_are_saved_and_loaded_as_a_whole_and_nothing_loses_state_silently(tmp_path: Path) -> None:
     run_ranks(save_and_load, str(tmp_path))
-
-
-# ------------------------------------------------------------------------------------------------------------ steps
 
 
 class Careless(SGD):
