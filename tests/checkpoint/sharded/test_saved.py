@@ -133,38 +133,28 @@ def test_a_link_to_a_checkpoint_is_one_and_only_the_link_is_removed(strategy: St
     assert verified(elsewhere).step == 1
 
 
-@pytest.fixture
-def immutable(tmp_path: Path) -> Any:
-    """Make a folder that even root can't change."""
-    made: list[Path] = []
-
-    def make(folder: Path) -> None:
-        if subprocess.run(["chattr", "+i", str(folder)], capture_output=True, check=False).returncode:
-            pytest.skip("the file system has no immutable files")
-        made.append(folder)
-
-    yield make
-    for folder in made:
-        subprocess.run(["chattr", "-i", str(folder)], check=True)
-
-
 def test_a_checkpoint_that_can_not_be_removed_is_kept_and_reported(
-    strategy: Strategy, tmp_path: Path, immutable: Any, capsys: pytest.CaptureFixture[str]
+    strategy: Strategy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(strategy, tmp_path, 1)
-    immutable(folder_of(tmp_path, 1))
-    _, checkpoint = opened(strategy, tmp_path, keep=1)
-    assert checkpoint.resume()
-    for step in (2, 3):
-        strategy._step.global_step = step
+    first = str(folder_of(tmp_path, 1))
+    if subprocess.run(["chattr", "+i", first], capture_output=True, check=False).returncode:  # even for root
+        pytest.skip("the file system has no immutable files")
+    try:
+        _, checkpoint = opened(strategy, tmp_path, keep=1)
+        assert checkpoint.resume()
+        for step in (2, 3):
+            strategy._step.global_step = step
+            checkpoint.save()
+        assert steps_in(tmp_path) == [3, 1]
+        assert "an old checkpoint is kept: " in capsys.readouterr().err
+        strategy._step.global_step = 1
         checkpoint.save()
-    assert steps_in(tmp_path) == [3, 1]
-    assert "an old checkpoint is kept: " in capsys.readouterr().err
-    strategy._step.global_step = 1
-    checkpoint.save()
-    assert folder_of(tmp_path, 1).with_suffix(".2").is_dir()
-    with pytest.raises(CheckpointError, match=r"step-0000000001 can't be removed: .*not permitted"):
-        checkpoint.discard()
+        assert folder_of(tmp_path, 1).with_suffix(".2").is_dir()
+        with pytest.raises(CheckpointError, match=r"step-0000000001 can't be removed: .*not permitted"):
+            checkpoint.discard()
+    finally:
+        subprocess.run(["chattr", "-i", first], check=True)
 
 
 def test_what_is_named_but_is_no_checkpoint_is_refused_with_what_to_name(strategy: Strategy, tmp_path: Path) -> None:

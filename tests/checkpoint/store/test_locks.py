@@ -205,11 +205,6 @@ def test_a_run_that_fails_leaves_no_lock(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-@pytest.fixture
-def files(s3_url: str) -> Objects:
-    return Objects(s3_url)
-
-
 @pytest.fixture(params=["disk", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return Disk(tmp_path) if request.param == "disk" else Objects(request.getfixturevalue("s3_url"))
@@ -222,7 +217,9 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_POLL_S", 0.05)
 
 
-def test_of_jobs_that_start_at_the_same_time_the_server_lets_in_one(files: Objects) -> None:
+def test_of_jobs_that_start_at_the_same_time_the_server_lets_in_one(s3_url: str) -> None:
+    files = Objects(s3_url)
+
     def create(number: int) -> bool:
         try:
             files.put(NAME, str(number).encode(), exclusive=True)
