@@ -151,7 +151,7 @@ def evaluated(weights: dict[str, Tensor], images: list[detection_data.Labelled])
         return seen, detection_metrics.AveragePrecision(strategy).of(model, loader)
 
 
-@pytest.mark.all("test_torchmetric.py has such a metric")
+@pytest.mark.all("test_torchmetrics.py has such a metric")
 def test_map_is_the_same_to_the_last_digit_on_any_number_of_ranks() -> None:
     images = detection_data.load("shapes:8").train.images
     weights = overfitted(images)
