@@ -231,7 +231,7 @@ def test_of_jobs_that_start_at_the_same_time_the_server_lets_in_one(s3_url: str)
         assert sum(threads.map(create, range(8))) == 1
 
 
-@pytest.mark.usefixtures("seconds")
+@pytest.mark.usefixtures("seconds", "server")
 def test_a_job_of_another_host_runs_if_it_writes_its_lock_again(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

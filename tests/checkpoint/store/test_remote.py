@@ -27,6 +27,8 @@ from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.objects import Objects
 from unitrain.checkpoint.store.store import NAME as MANIFEST
 
+pytestmark = pytest.mark.usefixtures("server")
+
 
 @pytest.fixture(params=["s3", "memory"])
 def url(request: pytest.FixtureRequest) -> str:
