@@ -209,9 +209,9 @@ def test_once(endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[
     for target in (f"127.0.0.1:{endpoint.port}", str(tmp_path / "checkpoints"), str(tmp_path)):
         assert main(["top", "--once", target]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].split("   ") == ["step 99", "ranks: 300", "hosts: 38", f"the others wait for rank {SLOW}"]
+        assert lines[0].split("   ") == ["step 199", "ranks: 300", "hosts: 38", f"the others wait for rank {SLOW}"]
         assert lines[2].split() == ["rank", "host", "step", "s/step", "in", "waits", "memory", "heard"]
-        assert re.fullmatch(r" *0  node0 +99 +1  step +100% +2.0 GB +\d+ s ago *", lines[3])
+        assert re.fullmatch(r" *0  node0 +199 +1  step +100% +2.0 GB +\d+ s ago *", lines[3])
         assert len([line for line in lines if " s ago" in line]) == RANKS
         assert re.search(r"^loss +0.25  ▁$", "\n".join(lines), re.MULTILINE)
 
