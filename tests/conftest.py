@@ -37,7 +37,7 @@ from hypothesis import HealthCheck, settings
 from unitrain import Strategy, initialize
 from unitrain.features.memory_copies.memory_store import folder_of
 
-pytest_plugins = ["pytester", "cpu_seconds", "s3_server", "sharing", "slurm", "harness"]
+pytest_plugins = ["pytester", "cpu_seconds", "s3_server", "saved_run", "sharing", "slurm", "harness"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
 for _profile, _examples in (("unitrain", 25), ("soak", 400)):

@@ -26,8 +26,7 @@ def train(
     folder: Path, backend: str, stop_in: int | None, scheduler_first: bool, counted: bool
 ) -> tuple[list[float], list[tuple[int, float]], dict[str, Any]]:
     """Return the weights, each epoch's rate, and the best loss; a signal may come in an evaluation."""
-    unitrain_settings: dict[str, Any] = {"backend": backend, "precision": "fp64", "device": "cpu", "timeout_s": 30}
-    with unitrain.init(**unitrain_settings) as strategy:
+    with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=30) as strategy:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -62,14 +61,6 @@ def train(
         return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), rates, best
 
 
-def stopped(folder: Path, *arguments: Any) -> bool:
-    try:
-        train(folder, *arguments)
-    except Stopped:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("scheduler_first", [True, False])
 @pytest.mark.parametrize("stop_in", [0, EPOCHS - 1])
@@ -77,7 +68,8 @@ def test_what_follows_the_loop_is_done_again(
     tmp_path: Path, stop_in: int, scheduler_first: bool, counted: bool
 ) -> None:
     weights, rates, best = train(tmp_path / "whole", "single", None, scheduler_first, counted)
-    assert stopped(tmp_path / "parts", "single", stop_in, scheduler_first, counted)
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", "single", stop_in, scheduler_first, counted)
     again = train(tmp_path / "parts", "single", None, scheduler_first, counted)
     assert again[0] == weights
     assert again[1] == rates[stop_in:]

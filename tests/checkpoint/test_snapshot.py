@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,21 +34,11 @@ def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
     assert other["weight"].tolist() == [1, 1, 1, 1]
 
 
-class Stream:
-    """Notes whose stream is waited for."""
-
-    def __init__(self, device: Any, waited: list[Any]) -> None:
-        self.device, self.waited = device, waited
-
-    def synchronize(self) -> None:
-        self.waited.append(self.device)
-
-
 def test_each_gpu_that_is_copied_from_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies run on streams of the tensors' devices, of which the current one need not be any."""
     waited: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(device, waited))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu=None: Mock(synchronize=lambda: waited.append(gpu)))
     first, second = torch.device("cuda", 1), torch.device("cuda", 2)
     with FakeTensorMode():  # tensors that know where they would be
         state = {"weight": torch.empty(2, device=first), "step": 3, "host": torch.ones(2)}

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import pickle
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_waits import communicator_on_gpu
+from needs import GPU
 from ranks import run_ranks
 from torch.nn.utils import parameters_to_vector
 
 import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
+from unitrain.communication.counts import CountReduction
 from unitrain.testing.models import Net, Twins
 
 
@@ -41,6 +46,49 @@ def refused_reductions(folder: Path) -> None:
         with pytest.raises(UsageError, match="there is no rank -1"):
             strategy.communicator.broadcast_object(1, -1)
         assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size
+
+
+def refused_gathers(folder: Path) -> None:
+    """Tensors of other shapes, then of other dtypes, are refused on all ranks; such as go together are stacked."""
+    with opened() as strategy:
+        shaped, typed = (
+            torch.ones(3 + strategy.rank),
+            torch.ones(2, dtype=[torch.float32, torch.float64][strategy.rank]),
+        )
+        for mine, said in (
+            (shaped, r"but got float32\[3\] on rank 0; float32\[4\] on rank 1: pad, or"),
+            (typed, r"but got float32\[2\] on rank 0; float64\[2\] on rank 1: pad, or"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                strategy.all_gather(mine)
+        assert strategy.all_gather(torch.tensor(strategy.rank)).tolist() == [0, 1]
+
+
+def narrow_dtypes(folder: Path) -> None:
+    """Reduce numbers whose sum their dtype can't hold, and gather complex numbers with gradients."""
+    with opened() as strategy:
+        assert strategy.all_reduce(torch.full((1,), 60_000, dtype=torch.float16), "mean").tolist() == [60_000]
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+            limits = torch.iinfo(dtype)
+            low, high = torch.tensor([0, limits.min], dtype=dtype), torch.tensor([0, limits.max], dtype=dtype)
+            own = [low, high][strategy.rank]
+            assert strategy.all_reduce(own).tolist() == [0, limits.min + limits.max]
+            assert strategy.all_reduce(own).dtype == dtype
+            with pytest.raises(UsageError, match=f"not within .* to .* .{dtype}.: pass tensor.to"):
+                strategy.all_reduce(high)
+        rows = torch.full((strategy.rank + 1, 2), 1 + 2j * (strategy.rank + 1), requires_grad=True)
+        strategy.gather(rows, differentiable=True).abs().square().sum().backward()  # type: ignore[no-untyped-call]
+        assert rows.grad is not None
+        torch.testing.assert_close(rows.grad, 2 * 2 * rows.detach())  # the loss of each of two ranks
+
+
+def counts(folder: Path) -> None:
+    """Integers are reduced exactly, and booleans as integers."""
+    with opened() as strategy:
+        ranks, own = strategy.communicator, strategy.rank
+        summed = CountReduction(ranks, "sum", "summed").start([own + 1, 2**40, True])
+        largest = CountReduction(ranks, "max", "largest").start([own, -own, own == 0])
+        assert (summed(), largest()) == ([3, 2**41, 2], [1, 0, 1])
 
 
 def meters(folder: Path) -> None:
@@ -75,10 +123,9 @@ def refuses_to_save_or_load(folder: Path) -> None:
         strategy.save({"a": 1}, file)
         with pytest.raises(CheckpointError, match="does not exist"):
             strategy.load(folder / "none.pt")
-        with pytest.raises(CheckpointError, match="could not be written"):
-            strategy.save({"a": 1}, file / "below a file")
-        with pytest.raises(CheckpointError, match="could not be written"):
-            strategy.save({"code": lambda: None}, folder / "code.pt")
+        for value, place in (({"a": 1}, file / "below a file"), ({"code": lambda: None}, folder / "code.pt")):
+            with pytest.raises(CheckpointError, match="could not be written"):
+                strategy.save(value, place)
         if strategy.world_size > 1:
             model = strategy.prepare(Net())
             with pytest.raises(UsageError, match="modules on some ranks only"):
@@ -98,9 +145,31 @@ def nothing_after_close(folder: Path) -> None:
             strategy.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
+ON_ANY_WORLD = [refused_reductions, meters, prints_once, refuses_to_save_or_load, nothing_after_close]
+
+
 @pytest.mark.parametrize(
-    "promise", [refused_reductions, meters, prints_once, refuses_to_save_or_load, nothing_after_close]
+    ("promise", "nprocs"), [*product(ON_ANY_WORLD, (1, 2)), *product([counts, refused_gathers, narrow_dtypes], (2,))]
 )
 def test_a_promise_is_kept(promise: Callable[[Path], None], nprocs: int, tmp_path: Path) -> None:
     run_ranks(promise, tmp_path, nprocs=nprocs)
+
+
+def test_what_communicates_can_not_be_pickled() -> None:
+    with opened() as strategy:
+        for value in (strategy.communicator, strategy):
+            with pytest.raises(UsageError, match="can't be pickled"):
+                pickle.dumps(value)
+
+
+@pytest.mark.gpu
+@GPU
+def test_results_are_there_before_a_gpu_has_computed_what_was_queued() -> None:
+    counts = CountReduction(communicator_on_gpu(), "sum", "counts")
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]  # cycles: half a second
+    computed = torch.cuda.current_stream().record_event()
+    assert counts.start([1, 2, 3])() == [1, 2, 3]
+    assert not computed.query()
+    torch.cuda.synchronize()

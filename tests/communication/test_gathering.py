@@ -9,11 +9,9 @@ import pytest
 import torch
 from needs import HOROVOD
 from ranks import run_ranks
-from sklearn.metrics import log_loss, roc_auc_score
+from streams import Shards
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
-from torch.utils.data import IterableDataset
-from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 
 import unitrain
 from unitrain import Strategy, UsageError
@@ -54,25 +52,6 @@ def check_structures(gathered: list[Any], ranks: int) -> None:
     assert imaginary.tolist() == [complex(r, r) for r in range(ranks) for _ in range(r)]
 
 
-class Numbers(IterableDataset[Tensor]):
-    """A stream of which each rank and worker reads a part of another length."""
-
-    def __init__(self, samples: int, parts: int = 1, part: int = 0) -> None:
-        self._samples, self._parts, self._part = samples, parts, part
-
-    def shard(self, num_shards: int, index: int) -> Numbers:
-        return Numbers(self._samples, num_shards, index)
-
-    def __iter__(self) -> Any:
-        # Part 0 has two thirds of the samples.
-        border = self._samples * 2 // 3
-        return iter(
-            torch.arange(border)
-            if self._part == 0
-            else torch.arange(border + self._part - 1, self._samples, max(1, self._parts - 1))
-        )
-
-
 def evaluations(strategy: Strategy) -> list[list[float]]:
     """Gather each batch of loops in which some batches don't reach every rank, and a value after each loop."""
     values = torch.arange(10.0)
@@ -81,7 +60,7 @@ def evaluations(strategy: Strategy) -> list[list[float]]:
     loaders = [
         strategy.dataloader(values, global_batch_size=4),  # on three ranks, one has nothing of the last two samples
         strategy.dataloader(values, batch_sampler=[[0, 1, 2, 3], [4], [5, 6, 7, 8], [9]]),
-        strategy.dataloader(Numbers(18), global_batch_size=6),
+        strategy.dataloader(Shards([9, 6, 3]), global_batch_size=6),
     ]
     for loader in loaders:
         with strategy.evaluation(model):
@@ -101,32 +80,6 @@ def evaluations(strategy: Strategy) -> list[list[float]]:
     results.append(torch.cat([both for _, _, both in pairs]).tolist())
     assert strategy.gather(torch.tensor(1)).tolist() == [1] * strategy.world_size
     return results
-
-
-def metrics(strategy: Strategy) -> tuple[Any, ...]:
-    """Return torchmetrics' and scikit-learn's numbers for scores that were gathered batch by batch."""
-    data = torch.utils.data.TensorDataset(*scored())
-    val = strategy.dataloader(data, global_batch_size=16)
-    with strategy.evaluation(nn.Identity()):
-        parts = [strategy.gather((scores, labels)) for scores, labels in val]
-    return numbers(*(torch.cat(part) for part in zip(*parts, strict=True)))
-
-
-def scored() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    labels = torch.randint(2, (103,), generator=generator)
-    return torch.sigmoid(labels + torch.randn(103, generator=generator, dtype=torch.float64)), labels
-
-
-def numbers(scores: Tensor, labels: Tensor) -> tuple[Any, ...]:
-    """Return what does not depend on the order of samples, to the last digit."""
-    return (
-        len(scores),
-        float(BinaryAUROC()(scores, labels)),
-        float(BinaryAveragePrecision()(scores, labels)),
-        float(roc_auc_score(labels, scores)),
-        round(float(log_loss(labels, scores)), 14),  # a sum of floats, whose last digits depend on the order
-    )
 
 
 class TwoTowers(nn.Module):
@@ -184,13 +137,13 @@ def refused(strategy: Strategy) -> list[str]:
 
 def everything(backend: str, debug: bool) -> tuple[Any, ...]:
     with unitrain.init(backend=backend, device="cpu", timeout_s=30, precision="fp64", debug=debug) as strategy:
-        return structures(strategy), evaluations(strategy), metrics(strategy), contrastive(strategy), refused(strategy)
+        return structures(strategy), evaluations(strategy), contrastive(strategy), refused(strategy)
 
 
 @pytest.fixture(scope="module")
 def of_one() -> tuple[Any, ...]:
     with unitrain.init(backend="single", device="cpu", precision="fp64") as strategy:
-        return structures(strategy), evaluations(strategy), metrics(strategy), contrastive(strategy)
+        return structures(strategy), contrastive(strategy)
 
 
 @pytest.mark.parametrize(("backend", "nprocs", "launcher"), WORLDS)
@@ -198,17 +151,15 @@ def test_gathered_rows_are_those_of_one_process(
     backend: str, nprocs: int, launcher: Literal["spawn", "horovodrun"], of_one: tuple[Any, ...]
 ) -> None:
     check_structures(of_one[0], 1)
-    assert numbers(*scored()) == of_one[2]
-    for gathered, evaluated, measured, trained, errors in run_ranks(
+    for gathered, evaluated, trained, errors in run_ranks(
         everything, backend, nprocs == 3, nprocs=nprocs, launcher=launcher
     ):
         check_structures(gathered, nprocs)
         assert [sorted(values) for values in evaluated[:2]] == [[float(v) for v in range(10)]] * 2
-        assert sorted(evaluated[2]) == [float(v) for v in range(18)]
+        assert sorted(evaluated[2]) == Shards([9, 6, 3]).samples()
         assert sorted(evaluated[3]) == [2.0 * v for v in range(10)]
-        assert measured == of_one[2]
         *weights, own = trained
-        for weight, alone in zip(weights, of_one[3], strict=False):
+        for weight, alone in zip(weights, of_one[1], strict=False):
             torch.testing.assert_close(weight, alone, rtol=0, atol=1e-9)
         # d/dx of the sum over ranks of (rank + 1) times the product of all.
         assert len(set(own.tolist())) == 1

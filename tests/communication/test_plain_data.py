@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, namedtuple
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -22,46 +23,28 @@ def sent(value: Any) -> Any:
     return decode(encode(value))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        2**70,
-        0.1,
-        -math.inf,
-        "é\n\ud800",
-        b"\x00\xff",
-        1 + 2j,
-        [],
-        (),
-        {},
-        [1, [2, (3, None)]],
-        {1: "a", (2, "b"): [None], None: 1.5, "tensor": {"dict": 3}},
-        OrderedDict(b=1, a=2),
-        torch.Size([2, 3]),
-        torch.device("cuda", 3),
-        torch.bfloat16,
-    ],
-)
+PLAIN: list[Any] = [
+    None, True, 2**70, 0.1, -math.inf, "é\n\ud800", b"\x00\xff", 1 + 2j, [], (), {}, [1, [2, (3, None)]],
+    {1: "a", (2, "b"): [None], None: 1.5, "tensor": {"dict": 3}}, OrderedDict(b=1, a=2), torch.Size([2, 3]),
+    torch.device("cuda", 3), torch.bfloat16,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", PLAIN)
 def test_what_is_plain_is_the_same_afterwards(value: Any) -> None:
     received = sent(value)
     assert received == value
     assert type(received) is type(value)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(1.5),
-        torch.arange(6).view(2, 3).t(),
-        torch.zeros(0, 3),
-        torch.tensor([True, False]),
-        torch.tensor([1.5, math.nan], dtype=torch.bfloat16),
-        torch.tensor([1 + 2j]).conj(),
-        torch.arange(300, dtype=torch.int16)[::7],
-    ],
-)
+TENSORS = [
+    torch.tensor(1.5), torch.arange(6).view(2, 3).t(), torch.zeros(0, 3), torch.tensor([True, False]),
+    torch.tensor([1.5, math.nan], dtype=torch.bfloat16), torch.tensor([1 + 2j]).conj(),
+    torch.arange(300, dtype=torch.int16)[::7],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
 def test_tensors(tensor: Tensor) -> None:
     received = sent({"a": [tensor]})["a"][0]
     assert received.dtype == tensor.dtype
@@ -82,72 +65,33 @@ def test_the_form_of_a_tensor() -> None:
     assert vars(received) == vars(form)
 
 
-def infinite() -> list[Any]:
-    value: list[Any] = []
-    value.append(value)
-    return value
+INFINITE: list[Any] = []
+INFINITE.append(INFINITE)
+DEEP = reduce(lambda inner, _: [inner], range(100_000), list[Any]())
+NOT_PLAIN: list[Any] = [
+    object(), Point(1, 2), np.float64(1.0), {1, 2}, [nn.Parameter(torch.ones(1))], torch.ones(1, requires_grad=True),
+    torch.ones(1).to_sparse(), torch.ones(1, device="meta"), 10**5000,
+]  # fmt: skip
 
 
-def deep() -> list[Any]:
-    value: list[Any] = []
-    for _ in range(100_000):
-        value = [value]
-    return value
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        object(),
-        Point(1, 2),
-        np.float64(1.0),
-        {1, 2},
-        [nn.Parameter(torch.ones(1))],
-        torch.ones(1, requires_grad=True),
-        torch.ones(1).to_sparse(),
-        torch.ones(1, device="meta"),
-        10**5000,
-        infinite(),
-        deep(),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize("value", [*NOT_PLAIN, INFINITE, DEEP], ids=lambda value: type(value).__name__)
 def test_what_is_not_plain_is_refused(value: Any) -> None:
     with pytest.raises(NotPlainError):
         encode(value)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b"\xff",
-        b"[" * 100_000,
-        b"{}",
-        b'{"unknown":1}',
-        b'{"tensor":1}',
-        b'{"tensor":["float32",[-1]]}',
-        b'{"tensor":["float32",[1e9]]}',
-        b'{"tensor":["float32",[1000000000000000]]}',
-        b'{"tensor":["float32",[' + b"9" * 40 + b"]]}",
-        b'{"tensor":[[],[]]}',
-        b'{"bytes":"zz"}',
-        b'{"complex":[1,2,3]}',
-        b'{"tuple":3}',
-        b'{"tuple":{"tensor":["uint8",[0]]}}',
-        b'{"dict":[1]}',
-        b'{"dict":{"dict":[]}}',
-        b'{"dict":[[[],1]]}',
-        b'{"OrderedDict":[1]}',
-        b'{"Size":["a"]}',
-        b'{"device":"moon"}',
-        b'{"dtype":"object"}',
-        b'{"Form":[1]}',
-        b'{"Form":{"tuple":[{"tuple":[-1]},{"dtype":"float32"},{"tuple":[1]}]}}',
-    ],
-    ids=lambda data: data[:40].decode(errors="replace"),
-)
+HOSTILE = [
+    b"", b"{", b"\xff", b"[" * 100_000, b"{}", b'{"unknown":1}', b'{"tensor":1}', b'{"tensor":["float32",[-1]]}',
+    b'{"tensor":["float32",[1e9]]}', b'{"tensor":["float32",[1000000000000000]]}',
+    b'{"tensor":["float32",[' + b"9" * 40 + b"]]}", b'{"tensor":[[],[]]}', b'{"bytes":"zz"}', b'{"complex":[1,2,3]}',
+    b'{"tuple":3}', b'{"tuple":{"tensor":["uint8",[0]]}}', b'{"dict":[1]}', b'{"dict":{"dict":[]}}',
+    b'{"dict":[[[],1]]}', b'{"OrderedDict":[1]}', b'{"Size":["a"]}',
+    b'{"device":"moon"}', b'{"dtype":"object"}', b'{"Form":[1]}',
+    b'{"Form":{"tuple":[{"tuple":[-1]},{"dtype":"float32"},{"tuple":[1]}]}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", HOSTILE, ids=lambda data: data[:40].decode(errors="replace"))
 def test_what_strangers_may_send_instead(data: bytes) -> None:
     with pytest.raises(ValueError):
         decode(as_sent(data))

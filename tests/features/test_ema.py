@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import signal
 import time
 from contextlib import suppress
@@ -14,17 +13,15 @@ from typing import Any, cast
 import pytest
 import torch
 from needs import HOROVOD
-from places import ROOT
 from plain_loop import SAMPLES, Ready, assert_equal, data, model_of, ready, sgd, strategy_of, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.profiler import profile
 
 import unitrain
-from unitrain import CheckpointError, Stopped, Strategy, UsageError
+from unitrain import Stopped, UsageError
 from unitrain.features.ema import EMA
 
 __all__ = ["ready"]  # the fixture
@@ -42,16 +39,20 @@ def by_hand() -> tuple[dict[str, Tensor], Tensor]:
     optimizer = sgd(model)
     average = {name: value.clone() for name, value in model.state_dict().items()}
     inputs, targets = data().tensors
-    for _ in range(EPOCHS):
-        for start in range(0, SAMPLES, BATCH):
-            optimizer.zero_grad()
-            mse_loss(model(inputs[start : start + BATCH]), targets[start : start + BATCH]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            for name, value in model.state_dict().items():
-                average[name] = DECAY * average[name] + (1 - DECAY) * value if value.is_floating_point() else value
-    copy = net().eval()
-    copy.load_state_dict(average)
-    return average, copy(inputs).detach()
+    for _, start in itertools.product(range(EPOCHS), range(0, SAMPLES, BATCH)):
+        rows = slice(start, start + BATCH)
+        optimizer.zero_grad()
+        mse_loss(model(inputs[rows]), targets[rows]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            average[name] = DECAY * average[name] + (1 - DECAY) * value if value.is_floating_point() else value
+    return average, loaded(average).eval()(inputs).detach()
+
+
+def loaded(state: dict[str, Tensor]) -> nn.Sequential:
+    model = net()
+    model.load_state_dict(state)
+    return model
 
 
 class Run:
@@ -74,16 +75,8 @@ class Run:
             self.checkpoint.save()
         return self
 
-    def evaluate(self) -> Tensor:
-        with self.strategy.evaluation(self.ema):
-            out: Tensor = self.model(data().tensors[0])
-        return out
-
     def state(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.ema.state_dict().items()}
-
-    def close(self) -> None:
-        self.strategy.close()
 
 
 def train(folder: str, settings: dict[str, Any], epochs: int) -> tuple[bool, dict[str, Tensor], Tensor]:
@@ -91,20 +84,12 @@ def train(folder: str, settings: dict[str, Any], epochs: int) -> tuple[bool, dic
     run = Run(folder, **settings)
     resumed = run.checkpoint.resume()
     run.train(epochs)
-    result = resumed, run.state(), run.evaluate()
+    with run.strategy.evaluation(run.ema):
+        evaluated = run.model(data().tensors[0])
     run.strategy.check_in_sync(run.model)
-    run.close()
-    return result
-
-
-SYNCED = {"sync_batchnorm": True}
-
-
-def assert_same(one: tuple[dict[str, Tensor], Tensor], other: tuple[dict[str, Tensor], Tensor]) -> None:
-    assert list(one[0]) == list(other[0])
-    for (name, value), theirs in zip(one[0].items(), other[0].values(), strict=True):
-        torch.testing.assert_close(value, theirs, rtol=1e-12, atol=1e-12, msg=name)
-    torch.testing.assert_close(one[1], other[1], rtol=1e-12, atol=1e-12)
+    average = run.state()
+    run.strategy.close()
+    return resumed, average, evaluated
 
 
 @pytest.mark.parametrize(
@@ -119,21 +104,17 @@ def test_it_is_the_one_written_by_hand_and_resumed_on_any_number_of_ranks(
     backend: str, worlds: tuple[int, int], launcher: Any, tmp_path: Path
 ) -> None:
     """The last batch of an epoch has 2 samples: of 3 ranks, one has none."""
-    settings = {"backend": backend, **SYNCED}
-    first = run_ranks(train, str(tmp_path), settings, 1, nprocs=worlds[0], launcher=launcher)
-    assert not first[0][0]
-    second = run_ranks(train, str(tmp_path), settings, EPOCHS, nprocs=worlds[1], launcher=launcher)
-    expected = by_hand()
-    for resumed, state, result in second:
-        assert resumed
-        assert_same((state, result), expected)
+    settings = {"backend": backend, "sync_batchnorm": True}
+    run_ranks(train, str(tmp_path), settings, 1, nprocs=worlds[0], launcher=launcher)
+    for found in run_ranks(train, str(tmp_path), settings, EPOCHS, nprocs=worlds[1], launcher=launcher):
+        torch.testing.assert_close(found, (True, *by_hand()), rtol=1e-12, atol=1e-12)
 
 
 def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     whole = train(str(tmp_path / "whole"), {"backend": "single"}, EPOCHS)
     run = Run(tmp_path / "parts", backend="single")
     run.checkpoint.save()  # before the first step: the average is that of the first weights
-    run.close()
+    run.strategy.close()
     for epoch in range(1, EPOCHS + 1):
         resumed, state, result = train(str(tmp_path / "parts"), {"backend": "single"}, epoch)
         assert resumed
@@ -151,23 +132,19 @@ def unsynchronised(folder: str) -> list[dict[str, Tensor]]:
     run.checkpoint.save()
     run.strategy.save(run.ema, Path(folder) / "average.pt")
     saved = run.strategy.load(Path(folder) / "average.pt")
-    run.close()
+    run.strategy.close()
     return [own, evaluated, saved]
 
 
 def test_statistics_that_differ_between_ranks_are_averaged_like_the_model_s(tmp_path: Path) -> None:
     ranks = run_ranks(unsynchronised, str(tmp_path), nprocs=2)
-    (first, evaluated, saved), (second, *_) = ranks
+    (first, _, saved), (second, *_) = ranks
     assert torch.equal(first["1.running_mean"], second["1.running_mean"]), "they were averaged when they were saved"
     [in_checkpoint] = map(torch.load, tmp_path.glob("step-0000000004*/ema.pt"))
     for name, value in first.items():
         for other in (second, *ranks[0][1:], *ranks[1][1:], in_checkpoint):
             assert torch.equal(value, other[name]), name
-    net().load_state_dict(saved)
-    assert not torch.equal(evaluated["0.weight"], net().state_dict()["0.weight"])
-
-
-# ------------------------------------------------------------------------------------------------------------ steps
+    assert not torch.equal(weights(loaded(saved)), weights(net()))
 
 
 def test_it_is_updated_once_for_each_optimizer_step_as_torch_s_is(ready: Ready) -> None:
@@ -204,12 +181,12 @@ def test_it_begins_with_weights_that_were_written_past_autograd(tmp_path: Path, 
     average = run.state()
     for name, weight in run.strategy.unwrap(run.model).named_parameters():
         torch.testing.assert_close(average[name], DECAY * 0.25 + (1 - DECAY) * weight.detach())
-    run.close()
+    run.strategy.close()
 
 
 def test_it_is_not_updated_for_a_step_that_is_skipped() -> None:
     with strategy_of(on_nonfinite="skip") as strategy:
-        model, optimizer = strategy.prepare(module := model_of(), SGD(module.parameters(), lr=0.1))
+        model, optimizer = strategy.prepare(module := model_of(), sgd(module))
         ema = strategy.add(EMA(model, DECAY))
         assert strategy.step(model(torch.ones(1, 4)).sum(), optimizer).stepped
         before = weights(strategy.export(ema))
@@ -230,41 +207,6 @@ def test_it_follows_the_optimizers_of_its_model_only() -> None:
         torch.testing.assert_close(weights(strategy.export(ema)), (before + weights(generator)) / 2)
 
 
-def test_an_update_is_one_call() -> None:
-    with strategy_of() as strategy:
-        model, optimizer = strategy.prepare(module := net(), sgd(module))
-
-        def operators() -> list[str]:
-            loss = model(torch.ones(3, 4)).sum()
-            with profile() as profiled:
-                strategy.step(loss, optimizer)
-            return sorted(event.name for event in profiled.events() or () if "foreach" in event.name)
-
-        operators()
-        without = operators()
-        strategy.add(EMA(model, DECAY))
-        operators()
-        assert operators() == sorted([*without, "aten::_foreach_lerp_"])
-
-
-def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    section = (ROOT / "docs" / "training" / "methods.md").read_text().split("## Averaged weights")[1]
-    [example] = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
-    strategy, model = strategy_of(), model_of()
-    train = strategy.dataloader(data(), global_batch_size=4)
-    names: dict[str, Any] = {
-        "strategy": strategy, "model": model, "optimizer": sgd(model), "criterion": mse_loss, "train": train,
-        "val": train,
-    }  # fmt: skip
-    exec(compile(example, "methods.md", "exec"), names)
-    average = strategy.load(tmp_path / "averaged.pt")
-    assert all(map(torch.equal, names["averaged"].state_dict().values(), average.values()))
-
-
-# ------------------------------------------------------------------------------------------------------------- swap
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path, backend="single").train(1)
@@ -273,18 +215,14 @@ def run(tmp_path: Path) -> Run:
 def test_the_weights_are_swapped_and_back_also_after_an_exception(run: Run) -> None:
     trained, average = weights(run.model), weights(run.strategy.export(run.ema))
     assert not torch.equal(trained, average)
-    with suppress(ZeroDivisionError), run.ema.swapped() as model:
-        assert model is run.model
-        assert torch.equal(weights(run.model), average)
-        assert torch.equal(weights(run.strategy.export(run.model)), average)
-        _ = 1 / 0
-    assert torch.equal(weights(run.model), trained)
-    with suppress(ZeroDivisionError), run.strategy.evaluation(run.ema):
-        assert not run.model.training
-        assert torch.equal(weights(run.model), average)
-        _ = 1 / 0
-    assert run.model.training
-    assert torch.equal(weights(run.model), trained)
+    for swapped, trains in ((run.ema.swapped(), True), (run.strategy.evaluation(run.ema), False)):
+        with suppress(ZeroDivisionError), swapped:
+            assert run.model.training == trains
+            assert torch.equal(weights(run.model), average)
+            assert torch.equal(weights(run.strategy.export(run.model)), average)
+            _ = 1 / 0
+        assert run.model.training
+        assert torch.equal(weights(run.model), trained)
     assert torch.equal(weights(run.strategy.export(run.ema)), average)
 
 
@@ -293,11 +231,8 @@ def test_a_checkpoint_within_a_swap_has_the_weights_of_training(run: Run, tmp_pa
     with run.strategy.evaluation(run.ema):
         folder = Path(run.checkpoint.save_now())
         assert torch.equal(weights(run.model), average)
-    saved = {name: torch.load(folder / f"{name}.pt") for name in ("model", "ema")}
     for name, expected in (("model", trained), ("ema", average)):
-        copy = net()
-        copy.load_state_dict(saved[name])
-        assert torch.equal(weights(copy), expected)
+        assert torch.equal(weights(loaded(torch.load(folder / f"{name}.pt"))), expected)
     run.train(2)
     with run.ema.swapped():
         assert run.checkpoint.resume(folder)
@@ -320,9 +255,8 @@ def test_a_signal_in_an_evaluation_saves_the_weights_of_training(run: Run, tmp_p
     with pytest.raises(Stopped):
         evaluate()
     assert torch.equal(weights(run.model), trained)
-    copy = net()
-    copy.load_state_dict(torch.load(tmp_path / f"step-{run.strategy.global_step:010d}" / "model.pt"))
-    assert torch.equal(weights(copy), trained)
+    saved = torch.load(tmp_path / f"step-{run.strategy.global_step:010d}" / "model.pt")
+    assert torch.equal(weights(loaded(saved)), trained)
 
 
 def test_what_would_lose_weights_in_a_swap_is_refused(run: Run) -> None:
@@ -332,19 +266,15 @@ def test_what_would_lose_weights_in_a_swap_is_refused(run: Run) -> None:
         for other in (run.ema, second):
             with pytest.raises(UsageError, match=r"within swapped\(\): the model has averaged weights"):
                 other.swapped().__enter__()
-            with pytest.raises(UsageError, match="save or load the model's"):
-                other.state_dict()
-            with pytest.raises(UsageError, match="save or load the model's"):
-                other.load_state_dict({})
+            for use in (other.state_dict, lambda ema=other: ema.load_state_dict({})):
+                with pytest.raises(UsageError, match="save or load the model's"):
+                    use()
         average = weights(run.model)
         with pytest.raises(UsageError, match=r"a step was made within ema\.swapped\(\)"):
             run.strategy.step(run.model(torch.ones(2, 4).double()).sum(), run.optimizer)
         assert torch.equal(weights(run.model), average)
-    with (
-        pytest.raises(UsageError, match=r"weights \(0\.weight\) were changed within ema\.swapped"),
-        run.ema.swapped(),
-        torch.no_grad(),
-    ):
+    said = r"weights \(0\.weight\) were changed within ema\.swapped"
+    with pytest.raises(UsageError, match=said), run.ema.swapped(), torch.no_grad():
         run.model.get_parameter("0.weight").zero_()
     assert torch.equal(weights(run.model), trained)
 
@@ -356,27 +286,24 @@ def test_a_weight_that_was_replaced_is_found(run: Run) -> None:
             use()
 
 
-# ------------------------------------------------------------------------------------------------------------ models
-
-
-def test_compiled_and_wrapped_models() -> None:
-    for backend in ("single", "ddp"):
-        for compiled_first in (True, False):
-            torch.compiler.reset()
-            with unitrain.init(backend=backend, device="cpu") as strategy:
-                module = model_of().float()
-                compiled: Any = torch.compile(module, backend="eager") if compiled_first else module
-                model, optimizer = strategy.prepare(compiled, sgd(module))
-                model = model if compiled_first else cast(Any, torch.compile(model, backend="eager"))
-                ema = strategy.add(EMA(model, 0.5))
-                inputs = torch.randn(3, 4)
-                for _ in range(2):
-                    strategy.step(model(inputs).sum(), optimizer)
-                assert list(ema.state_dict()) == list(module.state_dict())
-                with strategy.evaluation(ema):
-                    averaged = model(inputs)
-                torch.testing.assert_close(averaged, strategy.export(ema)(inputs))
-                assert not torch.equal(averaged, model(inputs))
+@pytest.mark.parametrize("backend", ["single", "ddp"])
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_compiled_and_wrapped_models(backend: str, compiled_first: bool) -> None:
+    torch.compiler.reset()
+    with unitrain.init(backend=backend, device="cpu") as strategy:
+        module = model_of().float()
+        compiled: Any = torch.compile(module, backend="eager") if compiled_first else module
+        model, optimizer = strategy.prepare(compiled, sgd(module))
+        model = model if compiled_first else cast(Any, torch.compile(model, backend="eager"))
+        ema = strategy.add(EMA(model, 0.5))
+        inputs = torch.randn(3, 4)
+        for _ in range(2):
+            strategy.step(model(inputs).sum(), optimizer)
+        assert list(ema.state_dict()) == list(module.state_dict())
+        with strategy.evaluation(ema):
+            averaged = model(inputs)
+        torch.testing.assert_close(averaged, strategy.export(ema)(inputs))
+        assert not torch.equal(averaged, model(inputs))
 
 
 class Holed(nn.Linear):
@@ -389,21 +316,20 @@ class Holed(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("model", "decay", "said"),
     [
-        (lambda strategy: strategy.add(EMA(model_of())), r"needs a prepared model, but 0\.weight belongs to none"),
-        (lambda strategy: strategy.add(EMA(strategy.prepare(nn.Linear(1, 1)), 1.0)), r"decay is 1\.0, but must be"),
-        (lambda strategy: strategy.add(EMA(strategy.prepare(nn.Linear(1, 1)), float("nan"))), "decay is nan"),
-        (
-            lambda strategy: strategy.add(EMA(strategy.prepare(nn.Linear(1, 1).bfloat16()))),
-            "weight is bfloat16, which is",
-        ),
-        (lambda strategy: strategy.add(EMA(strategy.prepare(Holed(1, 1)))), r"state_dict\(\) lacks bias"),
+        (nn.Linear(1, 1), 1.0, r"decay is 1\.0, but must be"),
+        (nn.Linear(1, 1), float("nan"), "decay is nan"),
+        (nn.Linear(1, 1).bfloat16(), 0.9, "weight is bfloat16, which is"),
+        (Holed(1, 1), 0.9, r"state_dict\(\) lacks bias"),
     ],
 )
-def test_what_can_t_be_averaged_is_refused(make: Any, said: str) -> None:
-    with unitrain.init(backend="single", device="cpu") as strategy, pytest.raises(UsageError, match=said):
-        make(strategy)
+def test_what_can_t_be_averaged_is_refused(model: nn.Module, decay: float, said: str) -> None:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        with pytest.raises(UsageError, match="needs a prepared model, but weight belongs to none"):
+            strategy.add(EMA(model, 0.9))
+        with pytest.raises(UsageError, match=said):
+            strategy.add(EMA(strategy.prepare(model), decay))
 
 
 def test_a_buffer_that_is_infinite_stays_the_model_s(tmp_path: Path) -> None:
@@ -430,7 +356,7 @@ def test_a_buffer_that_is_infinite_stays_the_model_s(tmp_path: Path) -> None:
         assert torch.equal(model.get_parameter("weight"), state["weight"])
 
 
-def test_another_average_s_state_is_refused(run: Run, tmp_path: Path) -> None:
+def test_another_average_s_state_is_refused(run: Run) -> None:
     state = run.state()
     for broken in ({**state, "0.weight": torch.ones(1)}, {}):
         with pytest.raises(UsageError, match=r"has no 0\.weight of shape \(8, 4\)"):
@@ -438,10 +364,3 @@ def test_another_average_s_state_is_refused(run: Run, tmp_path: Path) -> None:
     assert all(map(torch.equal, state.values(), run.ema.state_dict().values()))
     run.ema.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
     assert not weights(run.strategy.export(run.ema)).any()
-    run.close()
-    strategy: Strategy = strategy_of()
-    model = strategy.prepare(model_of())
-    checkpoint = strategy.checkpoint(tmp_path, model=model, ema=strategy.add(EMA(model)))
-    with pytest.raises(CheckpointError, match="contains ema, loader, model, optimizer, but this run has ema, model"):
-        checkpoint.resume()
-    assert isinstance(strategy.add(EMA(model)), EMA)

@@ -24,7 +24,7 @@ NORMAL = 64
 
 def train(strategy: Strategy, factors: list[float]) -> tuple[list[StepResult], list[Tensor]]:
     """Make a step for each factor of the loss; return the results, and the weights after each step."""
-    model, optimizer = strategy.prepare(*(lambda made: (made, sgd(made)))(model_of()))
+    model, optimizer = strategy.prepare(module := model_of(), sgd(module))
     inputs = torch.ones(2, 4, dtype=torch.float64) * (1 + strategy.rank)
     results, after = [], []
     for factor in factors:
@@ -79,19 +79,16 @@ def test_a_level_that_stays_is_no_spike_for_long_and_the_first_steps_are_none() 
     assert skipped[-1] < NORMAL + 30
 
 
-# -------------------------------------------------------------------------------------------------------- rewind
-
-
 SPIKE_AT, COPIED_EVERY = 140, 64
 State = tuple[list[Tensor], list[Tensor], list[Any]]
 """Tensors of which all ranks have the same, after a rewind at least; moments of this rank; and the learning rate."""
 
 
-def rewound(folder: str, backend: str, settings: dict[str, Any]) -> tuple[dict[int, State], int]:
+def rewound(folder: str, settings: dict[str, Any]) -> tuple[dict[int, State], int]:
     """Train with a spike; return the state after some steps, and the steps of the run."""
     copies = {"every": COPIED_EVERY, "folder": f"{folder}/memory"}
     given: dict[str, Any] = {"on_spike": "rewind", "memory_copies": copies, **settings}
-    with unitrain.init(backend=backend, device="cpu", precision="fp64", timeout_s=60, **given) as strategy:
+    with unitrain.init(device="cpu", precision="fp64", timeout_s=60, **given) as strategy:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer := Adam(model.parameters(), 0.01), 0.99)
@@ -112,29 +109,20 @@ def rewound(folder: str, backend: str, settings: dict[str, Any]) -> tuple[dict[i
         return after, strategy.global_step
 
 
-WORLDS = {
-    "single": ("single", {}),
-    "ddp": ("ddp", {}),
-    "zero": ("ddp", {"shard_optimizer": True}),
-    "horovod": ("horovod", {}),
-    "fsdp": ("fsdp", {}),
-}
-
-
-MARKS = {"horovod": HOROVOD, "fsdp": pytest.mark.all("zero has a sharded state, too")}
-
-
-@pytest.mark.parametrize("world", [pytest.param(one, marks=MARKS.get(one, ())) for one in WORLDS])
+@pytest.mark.parametrize(
+    ("settings", "world", "launcher"),
+    [
+        ({"backend": "single"}, 1, "spawn"),
+        ({"backend": "ddp", "shard_optimizer": True}, 2, "spawn"),
+        pytest.param({"backend": "horovod"}, 2, "horovodrun", marks=HOROVOD),
+        pytest.param({"backend": "fsdp"}, 2, "spawn", marks=pytest.mark.all("ddp has a sharded state, too")),
+    ],
+    ids=str,
+)
 def test_a_rewind_goes_back_to_a_copy_in_memory_with_everything_but_the_schedule(
-    world: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    settings: dict[str, Any], world: int, launcher: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    backend, settings = WORLDS[world]
-    given = (str(tmp_path), backend, settings)
-    runs = (
-        [rewound(*given)]
-        if backend == "single"
-        else run_ranks(rewound, *given, launcher="horovodrun" if backend == "horovod" else "spawn")
-    )
+    runs = run_ranks(rewound, str(tmp_path), settings, nprocs=world, launcher=launcher)
     for after, steps in runs:
         (_, _, rate_before), (back, moments, rate_then), (on, _, rate_after) = (after[SPIKE_AT + i] for i in (-1, 0, 1))
         assert all(map(torch.equal, back, runs[0][0][COPIED_EVERY][0])), "copies are of steps 64 and 128"
@@ -167,7 +155,7 @@ def test_a_step_is_skipped_where_no_copy_is_old_enough(tmp_path: Path, capsys: p
 
 def on_ranks(folder: str, backend: str, factors: list[float]) -> list[bool]:
     with unitrain.init(backend=backend, device="cpu", precision="fp64", on_spike="skip", timeout_s=30) as strategy:
-        model, optimizer = strategy.prepare(*(lambda made: (made, sgd(made)))(model_of()))
+        model, optimizer = strategy.prepare(module := model_of(), sgd(module))
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
         checkpoint.resume()
         inputs = torch.ones(2, 4, dtype=torch.float64) * (1 + strategy.rank)
@@ -182,11 +170,8 @@ def test_all_ranks_skip_alike_also_after_a_resume_on_others(tmp_path: Path) -> N
         assert found == [True, False]
 
 
-def test_it_is_refused_where_ranks_would_decide_apart() -> None:
-    for settings, other in (
-        ({"local_sgd": {"steps": 2}}, "local_sgd.steps"),
-        ({"compression": "powersgd"}, "compression"),
-    ):
-        for policy in ("skip", "rewind"):
-            with pytest.raises(ConfigError, match=rf"{other}.*mutually exclusive"):
-                unitrain.init(backend="single", on_spike=policy, **settings)
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+@pytest.mark.parametrize("other", [{"local_sgd": {"steps": 2}}, {"compression": "powersgd"}])
+def test_it_is_refused_where_ranks_would_decide_apart(policy: Any, other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(other))}.*mutually exclusive"):
+        unitrain.init(backend="single", on_spike=policy, **other)

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 import unitrain
 from unitrain import CheckpointError
+from unitrain.checkpoint.sharded import dcp as pieces
+from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.located import Located, Manifest
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 NESTED = StateDictOptions()
@@ -68,31 +74,21 @@ def plain_step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 def whole(value: Any) -> Any:
     """Return plain tensors in place of shards, and detached."""
-    if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [whole(item) for item in value]
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    value = tree_map_only(DTensor, DTensor.full_tensor, value)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        if isinstance(value, dict):
-            assert_equal(found[key], value)
-        elif isinstance(value, Tensor):
-            assert torch.allclose(found[key], value, rtol=1e-9, atol=1e-12), key
-        else:
-            assert found[key] == value, key
+    values, others = ({keystr(path): one for path, one in tree_leaves_with_path(tree)} for tree in (found, expected))
+    assert values.keys() == others.keys()
+    for key, value in others.items():
+        same = torch.allclose(values[key], value, 1e-9, 1e-12) if isinstance(value, Tensor) else values[key] == value
+        assert same, key
 
 
 def state_of(model: nn.Module, optimizer: Optimizer, options: StateDictOptions = NESTED) -> dict[str, Any]:
     optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
     return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
-
-
-# ---------------------------------------------------------------------------------------------- read by torch
 
 
 def save(folder: str) -> dict[str, Any]:
@@ -151,9 +147,6 @@ def test_torch_loads_a_checkpoint_as_it_is(saved: Saved, tmp_path: Path) -> None
     assert_equal(converted["optimizer"]["state"], saved[1]["nested"]["optimizer"]["state"])
 
 
-# -------------------------------------------------------------------------------------------- written by torch
-
-
 def write_plainly(folder: str) -> dict[str, Any]:
     """Train and save as a script of FSDP's does: with torch's names, and as torchtitan names the keys."""
     dist.init_process_group("gloo")
@@ -207,22 +200,17 @@ def strategy() -> Any:
         yield strategy
 
 
-def test_an_optimizer_of_other_parameters_is_refused(plain: Saved, strategy: unitrain.Strategy, tmp_path: Path) -> None:
-    model, _ = made(1)
-    first, *others = model.parameters()
-    optimizer = AdamW([{"params": others}, {"params": [first]}])
-    model, optimizer = strategy.prepare(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"optimizer has last\.weight in this run, but not in"):
-        strategy.checkpoint(tmp_path, model=model, optimizer=optimizer).resume(plain[0] / "nested")
-
-
-def test_a_model_of_another_name_is_refused(plain: Saved, strategy: unitrain.Strategy, tmp_path: Path) -> None:
-    checkpoint = strategy.checkpoint(tmp_path, net=strategy.prepare(made(1)[0]))
-    with pytest.raises(CheckpointError, match=r"has model, optimizer, but no net: name modules and optimizers"):
-        checkpoint.resume(plain[0] / "nested")
-
-
-# ------------------------------------------------------------------------------------------------------ bad input
+def test_other_parameters_and_names_are_refused(plain: Saved, strategy: unitrain.Strategy, tmp_path: Path) -> None:
+    first, *others = (model := made(1)[0]).parameters()
+    model, optimizer = strategy.prepare(model, AdamW([{"params": others}, {"params": [first]}]))
+    for folder, objects, said in (
+        ("a", {"model": model, "optimizer": optimizer}, r"optimizer has last\.weight in this run, but not in"),
+        ("b", {"net": model}, r"has model, optimizer, but no net: name modules and optimizers"),
+    ):
+        checkpoint = strategy.checkpoint(tmp_path / folder, **objects)
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.resume(plain[0] / "nested")
+        checkpoint.close()
 
 
 class _Harm:
@@ -230,25 +218,66 @@ class _Harm:
         return os.mkdir, ("harm",)
 
 
-@pytest.mark.parametrize("damage", ["code", "metadata", "short", "missing", "outside"])
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "code": lambda metadata, part: metadata.write_bytes(pickle.dumps(_Harm())),
+    "metadata": lambda metadata, part: os.truncate(metadata, 100),
+    "short": lambda metadata, part: os.truncate(part, 100),
+    "missing": lambda metadata, part: part.unlink(),
+    "outside": lambda metadata, part: metadata.write_bytes(
+        metadata.read_bytes().replace(b"__0_0.distcp", b"/__0_0.distc")
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoints_are_refused_and_run_no_code(
     plain: Saved, strategy: unitrain.Strategy, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(plain[0] / "nested", tmp_path / "dcp")
-    metadata, part = tmp_path / "dcp" / ".metadata", tmp_path / "dcp" / "__0_0.distcp"
-    if damage == "code":
-        metadata.write_bytes(pickle.dumps(_Harm()))
-    elif damage == "metadata":
-        metadata.write_bytes(metadata.read_bytes()[:100])
-    elif damage == "short":
-        part.write_bytes(part.read_bytes()[:100])
-    elif damage == "missing":
-        part.unlink()
-    else:
-        metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"/__0_0.distc"))
+    DAMAGES[damage](tmp_path / "dcp" / ".metadata", tmp_path / "dcp" / "__0_0.distcp")
     model, optimizer = strategy.prepare(*made(1))
     checkpoint = strategy.checkpoint(tmp_path / "run", model=model, optimizer=optimizer)
     with pytest.raises(CheckpointError, match=r"could not be read: |the checkpoint is damaged: "):
         checkpoint.resume(tmp_path / "dcp")
     assert not Path("harm").exists()
+
+
+MADE: dict[str, Callable[[], Tensor]] = {
+    "contiguous": lambda: torch.randn(5, 3),
+    "transposed": lambda: torch.randn(3, 5).t(),
+    "view": lambda: torch.randn(9, 3)[4:],
+    "conjugate": lambda: torch.randn(5, 3, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(5, 3, dtype=torch.complex64).conj().imag,
+    "flags": lambda: torch.rand(7) > 0.5,
+    "number": lambda: torch.randn((), dtype=torch.float64),
+    "empty": lambda: torch.randn(0, 3),
+    "bfloat16": lambda: torch.randn(11).bfloat16(),
+}
+
+
+def stored_at(folder: Path, metadata: bytes) -> Stored:
+    return Stored(Located(Disk(folder), "", Manifest(step=0, strategy={}, config={}, files={})), metadata)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_tensors_that_torch_has_written_are_read_with_their_elements(name: str, tmp_path: Path) -> None:
+    state = {f"{name}.{number}": MADE[name]() for number in range(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    stored = stored_at(tmp_path, (tmp_path / METADATA).read_bytes())
+    targets = {key: stored.layout[key].new() for key in state}
+    stored.read({key: (target, Region.rows(0, target)) for key, target in targets.items()})
+    for key, target in targets.items():
+        assert torch.equal(target, state[key])
+
+
+def test_a_large_tensor_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 40)
+    with open(tmp_path / "file", "wb") as file:
+        found = list(pieces.write(file, "file", torch.randn(8, 3), 10))
+    assert [piece.region for piece in found] == [
+        Region((first, 0), (rows, 3)) for first, rows in ((10, 3), (13, 3), (16, 2))
+    ]
+    assert all(piece.start % 64 == 0 for piece in found)

@@ -7,41 +7,27 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from saved_run import folder_of, steps_in, verified
+from saved_run import SavedRun, described, folder_of, steps_in, verified
 from torch import nn
 
-import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
 from unitrain.checkpoint import Checkpoint
 from unitrain.checkpoint.store.store import NAME as MANIFEST
 
 
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        yield strategy
-
-
 def opened(strategy: Strategy, folder: Path, keep: int = 9) -> tuple[nn.Module, Checkpoint]:
-    model = nn.Linear(1, 1)
-    return model, strategy.checkpoint(folder, model=model, background=False, keep=keep)
+    run = SavedRun(strategy, folder, keep=keep)
+    return run.model, run.checkpoint
 
 
 def save(strategy: Strategy, folder: Path, *steps: int) -> None:
     """Save a model whose weight is the step."""
-    model, checkpoint = opened(strategy, folder)
-    for step in steps:
-        strategy._step.global_step = step
-        with torch.no_grad():
-            model.get_parameter("weight").fill_(step)
-        checkpoint.save()
-    checkpoint.close()
+    SavedRun(strategy, folder, keep=9).save(*steps).checkpoint.close()
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -80,16 +66,9 @@ def emptied(folder: Path) -> None:
         path.unlink()
 
 
-def without_run(folder: Path) -> None:
-    (folder / "_run.pt").unlink()
-    changed(lambda manifest: manifest["files"].pop("_run.pt"))(folder)
-
-
 def of_no_torch(folder: Path) -> None:
-    data = b"PK no file of torch's"
-    (folder / "model.pt").write_bytes(data)
-    described = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    changed(lambda manifest: manifest["files"].update({"model.pt": described}))(folder)
+    (folder / "model.pt").write_bytes(b"PK no file of torch's")
+    described(folder)
 
 
 ZERO = Path("/dev/zero")
@@ -98,6 +77,8 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "file": (as_file, r"step-0+2 has no manifest\.json"),
     "dangling link": (as_link, r"step-0+2 has no manifest\.json"),
     "empty folder": (emptied, r"step-0+2 has no manifest\.json"),
+    "missing": (lambda folder: (folder / "model.pt").unlink(), r"step-0+2/model\.pt does not exist"),
+    "cut": (lambda folder: os.truncate(folder / "model.pt", 9), r"step-0+2/model\.pt: 9 bytes instead of \d+"),
     "pipe": (replaced("model.pt", os.mkfifo), rf"model\.pt {IRREGULAR}"),
     "zeros": (replaced("model.pt", lambda path: path.symlink_to(ZERO)), rf"model\.pt {IRREGULAR}"),
     "folder": (replaced("model.pt", os.mkdir), rf"model\.pt {IRREGULAR}"),
@@ -106,16 +87,11 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest a list": (lambda folder: (folder / MANIFEST).write_text("[]"), r"manifest\.json: TypeError"),
     "manifest nested": (lambda folder: (folder / MANIFEST).write_text("[" * 10**6), r"manifest\.json: RecursionError"),
     "manifest binary": (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\0"), r"manifest\.json: JSONDecodeError"),
-    "no strategy": (changed(lambda manifest: manifest.pop("strategy")), r"manifest\.json: strategy: Field required"),
-    "no config": (changed(lambda manifest: manifest.pop("config")), r"manifest\.json: config: Field required"),
     "no files": (changed(lambda manifest: manifest.pop("files")), r"manifest\.json: files: Field required"),
-    "files a list": (changed(lambda manifest: manifest.update(files=[1])), r"files: Input should be a valid dict"),
-    "no size": (changed(lambda manifest: manifest["files"]["model.pt"].pop("size")), r"model\.pt\.size: Field"),
     "odd size": (changed(lambda manifest: manifest["files"]["model.pt"].update(size="9")), r"model\.pt\.size: Input"),
     "outside": (changed(lambda manifest: manifest["files"].update({"../x.pt": {}})), r"files\.\.\./x\.pt"),
-    "odd step": (changed(lambda manifest: manifest.update(step=None)), r"manifest\.json: step: Input should be"),
     "no schema": (changed(lambda manifest: manifest.pop("schema")), r"manifest\.json: KeyError: 'schema'"),
-    "no run": (without_run, r"_run\.pt is missing"),
+    "no run": (lambda folder: described(folder, without="_run.pt"), r"_run\.pt is missing"),
     "not torch's": (of_no_torch, r"model\.pt could not be read: "),
 }
 
@@ -139,6 +115,9 @@ def test_the_checkpoint_before_is_taken(
     strategy._step.global_step = 3
     checkpoint.save()
     assert steps_in(tmp_path) == [3]
+    (folder_of(tmp_path, 3) / "model.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged"):
+        checkpoint.resume()
 
 
 def test_a_link_to_a_checkpoint_is_one_and_only_the_link_is_removed(strategy: Strategy, tmp_path: Path) -> None:
@@ -154,38 +133,28 @@ def test_a_link_to_a_checkpoint_is_one_and_only_the_link_is_removed(strategy: St
     assert verified(elsewhere).step == 1
 
 
-@pytest.fixture
-def immutable(tmp_path: Path) -> Any:
-    """Make a folder that even root can't change."""
-    made: list[Path] = []
-
-    def make(folder: Path) -> None:
-        if subprocess.run(["chattr", "+i", str(folder)], capture_output=True, check=False).returncode:
-            pytest.skip("the file system has no immutable files")
-        made.append(folder)
-
-    yield make
-    for folder in made:
-        subprocess.run(["chattr", "-i", str(folder)], check=True)
-
-
 def test_a_checkpoint_that_can_not_be_removed_is_kept_and_reported(
-    strategy: Strategy, tmp_path: Path, immutable: Any, capsys: pytest.CaptureFixture[str]
+    strategy: Strategy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(strategy, tmp_path, 1)
-    immutable(folder_of(tmp_path, 1))
-    _, checkpoint = opened(strategy, tmp_path, keep=1)
-    assert checkpoint.resume()
-    for step in (2, 3):
-        strategy._step.global_step = step
+    first = str(folder_of(tmp_path, 1))
+    if subprocess.run(["chattr", "+i", first], capture_output=True, check=False).returncode:  # even for root
+        pytest.skip("the file system has no immutable files")
+    try:
+        _, checkpoint = opened(strategy, tmp_path, keep=1)
+        assert checkpoint.resume()
+        for step in (2, 3):
+            strategy._step.global_step = step
+            checkpoint.save()
+        assert steps_in(tmp_path) == [3, 1]
+        assert "an old checkpoint is kept: " in capsys.readouterr().err
+        strategy._step.global_step = 1
         checkpoint.save()
-    assert steps_in(tmp_path) == [3, 1]
-    assert "an old checkpoint is kept: " in capsys.readouterr().err
-    strategy._step.global_step = 1
-    checkpoint.save()
-    assert folder_of(tmp_path, 1).with_suffix(".2").is_dir()
-    with pytest.raises(CheckpointError, match=r"step-0000000001 can't be removed: .*not permitted"):
-        checkpoint.discard()
+        assert folder_of(tmp_path, 1).with_suffix(".2").is_dir()
+        with pytest.raises(CheckpointError, match=r"step-0000000001 can't be removed: .*not permitted"):
+            checkpoint.discard()
+    finally:
+        subprocess.run(["chattr", "-i", first], check=True)
 
 
 def test_what_is_named_but_is_no_checkpoint_is_refused_with_what_to_name(strategy: Strategy, tmp_path: Path) -> None:

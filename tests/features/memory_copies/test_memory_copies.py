@@ -17,6 +17,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import unitrain
@@ -27,7 +28,12 @@ from unitrain.features.memory_copies import memory_store
 from unitrain.features.memory_copies.copies import steps_between
 from unitrain.features.memory_copies.memory_store import MemoryStore
 
-STEPS, EVERY = 12, 3
+STEPS, STEPS_PER_EPOCH, EVERY = 12, 3, 3
+ALL = -1
+Fault = tuple[int, str, int]
+"""The rank that fails, where, and after which step."""
+Course = tuple[int, dict[str, Any], torch.Tensor]
+"""The first step, what was seen, and the final state."""
 KINDS: dict[str, dict[str, Any]] = {
     "fsdp": {"backend": "fsdp"},
     "zero": {"backend": "ddp", "shard_optimizer": True},
@@ -35,40 +41,76 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(folder: Path, killed: tuple[int, int] | None, settings: dict[str, Any], resumes: Any = True) -> Any:
-    """Train to the end, or until a rank is killed after a step. Return the first step, and all weights."""
-    settings = {"memory_copies": {"every": EVERY, "folder": str(folder / "memory")}, **settings}
+def copies_of(folder: Path, every: Any) -> dict[str, Any]:
+    return {"memory_copies": {"every": every, "folder": str(folder / "memory")}}
+
+
+def train(
+    folder: Path, fault: Fault | None, settings: dict[str, Any], resumes: Any = True, how: str = "kill"
+) -> Course:
+    """Train a model with buffers, a scheduler and dicts that change before the step, up to the end or a failure."""
+    settings = {**copies_of(folder, EVERY), "sync_batchnorm": True, **settings}
+    every = settings["memory_copies"]["every"]
     with unitrain.init(precision="fp64", device="cpu", timeout_s=30, **settings) as strategy:
+
+        def come_to(place: str) -> None:
+            if fault is None or fault[1:] != (place, strategy.global_step) or fault[0] not in (strategy.rank, ALL):
+                return
+            if how == "raise":
+                raise ValueError("an error of a rank")
+            if every not in (0, 1):  # it is written beside the training
+                last = 1 if every == "auto" else strategy.global_step // every * every
+                while last and not list(folder.glob(f"memory/**/step-{last:010d}.*/rank-0.json")):
+                    time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        model, optimizer = strategy.prepare(model, optimizer)
+        layers = nn.Linear(3, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+        optimizer = torch.optim.Adam((model := nn.Sequential(*layers)).parameters(), lr=0.05)
+        model, optimizer, scheduler = strategy.prepare(model, optimizer, StepLR(optimizer, step_size=4, gamma=0.8))
+        optimizer.register_step_post_hook(lambda *_: come_to("changed weights"))
         generator = torch.Generator().manual_seed(1)
         data = TensorDataset(*torch.split(torch.randn(22, 4, generator=generator).double(), [3, 1], 1))
         loader = strategy.dataloader(data, global_batch_size=8, shuffle=True)
-        seen: dict[str, Any] = {"steps": []}
-        checkpoint = strategy.checkpoint(folder / "run", model=model, optimizer=optimizer, loader=loader, seen=seen)
+        seen: dict[str, Any] = {"batches": 0, "steps": [], "epochs": {}}
+        objects: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "loader": loader,
+            "seen": seen,
+        }
+        checkpoint = strategy.checkpoint(folder / "run", **objects)
         if resumes == "discard":
             checkpoint.discard()
-        elif resumes:
+        else:
             checkpoint.resume(None if resumes is True else resumes)
         first = strategy.global_step
-        for _ in loader.epochs(STEPS // 3):
+        for epoch in loader.epochs(STEPS // STEPS_PER_EPOCH):
             for inputs, targets in loader:
-                strategy.step(mse_loss(model(inputs), targets), optimizer)
-                time.sleep(0.03)  # until a copy is written
+                seen["batches"] += 1
                 seen["steps"].append(strategy.global_step)
-                if killed == (strategy.rank, strategy.global_step):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                come_to("batch")
+                loss = mse_loss(model(inputs), targets)
+                come_to("forward")
+                strategy.step(loss, optimizer, scheduler)
+                time.sleep(0.03 if every == EVERY else 0)  # until a copy is written
+                come_to("update")
                 if strategy.global_step == 4:
                     checkpoint.save(best=True)
                     checkpoint.wait()
-        return first, seen["steps"], torch.cat([strategy.full_tensor(p.detach()).flatten() for p in model.parameters()])
+            with strategy.evaluation(model):
+                come_to("evaluation")
+                strategy.barrier()
+            seen["epochs"][str(epoch)] = strategy.global_step
+        state = [*map(strategy.full_tensor, (p.detach() for p in model.parameters())), *model.buffers()]
+        state.append(torch.tensor(scheduler.get_last_lr()))
+        return first, seen, torch.cat([value.double().flatten() for value in state])
 
 
-def fail(folder: Path, killed: tuple[int, int], settings: dict[str, Any], resumes: Any = True) -> None:
-    with pytest.raises(UnitrainError):
-        run_ranks(train, folder, killed, settings, resumes)
+def fail(folder: Path, fault: Fault, settings: dict[str, Any], resumes: Any = True, how: str = "kill") -> None:
+    with pytest.raises((UnitrainError, ValueError)):
+        run_ranks(train, folder, fault, settings, resumes, how)
 
 
 def copies(folder: Path) -> list[str]:
@@ -76,10 +118,55 @@ def copies(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Course:
     settings = {**KINDS["ddp"], "memory_copies": {"every": 0}}
-    weights: torch.Tensor = run_ranks(train, tmp_path_factory.mktemp("undisturbed"), None, settings)[0][2]
-    return weights
+    course: Course = run_ranks(train, tmp_path_factory.mktemp("undisturbed"), None, settings)[0]
+    return course
+
+
+def assert_as(undisturbed: Course, found: Course) -> None:
+    assert found[1] == undisturbed[1], "each batch once, and no epoch's end left out"
+    torch.testing.assert_close(found[2], undisturbed[2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "how"),
+    [
+        ((1, "forward", 7), 7, "kill"),
+        ((0, "batch", 9), 9, "kill"),  # rank 0 has the hub, and writes the copies
+        ((1, "changed weights", 10), 10, "kill"),
+        *(
+            pytest.param(*other, marks=pytest.mark.all("another moment"))
+            for other in (
+                ((1, "update", 8), 7, "raise"),
+                ((0, "update", 4), 3, "kill"),  # the other one waits for it in save()
+                ((1, "evaluation", 9), 8, "kill"),  # it is begun again with the epoch's last batch
+                ((ALL, "batch", 7), 7, "raise"),
+            )
+        ),
+    ],
+)
+def test_with_a_copy_of_each_step_a_failure_costs_at_most_one(
+    fault: Fault, step: int, how: str, tmp_path: Path, undisturbed: Course
+) -> None:
+    settings = {**KINDS["ddp"], **copies_of(tmp_path, 1)}
+    fail(tmp_path, fault, settings, how=how)
+    again = run_ranks(train, tmp_path, None, settings)[0]
+    assert again[0] == step
+    assert_as(undisturbed, again)
+    if step >= 4:
+        assert (tmp_path / "run" / "best").resolve().name == "step-0000000004", "the best checkpoint is still known"
+
+
+@pytest.mark.parametrize(("every", "at", "steps"), [("auto", 3, [1]), (2, 5, [2, 4]), (0, 5, [])])
+def test_a_crash_costs_the_steps_since_the_last_copy(every: Any, at: int, steps: list[int], tmp_path: Path) -> None:
+    settings = {**KINDS["ddp"], **copies_of(tmp_path, every)}
+    fail(tmp_path, (1, "forward", at), settings)
+    assert copies(tmp_path) == [f"step-{step:010d}.1" for step in steps]
+    assert run_ranks(train, tmp_path, None, settings)[0][0] == max(steps, default=4), (
+        "or since the checkpoint of step 4"
+    )
+    assert copies(tmp_path) == [], "a clean end removes them"
 
 
 @pytest.mark.parametrize(
@@ -90,46 +177,44 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     ],
 )
 def test_a_killed_rank(
-    kind: str, rank: int, tmp_path: Path, undisturbed: torch.Tensor, capfd: pytest.CaptureFixture[str]
+    kind: str, rank: int, tmp_path: Path, undisturbed: Course, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fail(tmp_path, (rank, 8), KINDS[kind])
+    fail(tmp_path, (rank, "update", 8), KINDS[kind])
     assert copies(tmp_path) == ["step-0000000003.1", "step-0000000006.1"]
     assert os.listdir(tmp_path / "memory")[0].startswith(f"unitrain-{os.getuid()}-")
-    [(first, seen, weights), _] = run_ranks(train, tmp_path, None, KINDS[kind])
-    assert first == 6
-    assert seen == list(range(1, STEPS + 1))
-    torch.testing.assert_close(weights, undisturbed, rtol=0, atol=1e-12)
+    found, _ = run_ranks(train, tmp_path, None, KINDS[kind])
+    assert found[0] == 6
+    assert_as(undisturbed, found)
     said = "".join(capfd.readouterr())
     assert re.search(r"resumed after step 6, from \S+/step-0000000006\.1, in the memory of \S+: 2 steps after", said)
     assert os.readlink(tmp_path / "run" / "best") == "step-0000000004", "which the folder's newest knows"
-    assert copies(tmp_path) == [], "a clean end removes them"
 
 
 ZERO = KINDS["zero"]
 
 
-def test_what_is_not_of_this_run_is_left(tmp_path: Path, undisturbed: torch.Tensor) -> None:
+def test_what_is_not_of_this_run_is_left(tmp_path: Path, undisturbed: Course) -> None:
     """The checkpoint that somebody names wins, and so does what comes after it. A new run begins anew."""
-    fail(tmp_path, (1, 8), ZERO)
+    fail(tmp_path, (1, "update", 8), ZERO)
     older = str(tmp_path / "run" / "step-0000000004")
-    fail(tmp_path, (1, 5), ZERO, older)
+    fail(tmp_path, (1, "update", 5), ZERO, older)
     assert copies(tmp_path) == ["step-0000000003.1", "step-0000000006.1"], "of before: there was no copy yet"
-    fail(tmp_path, (1, 7), ZERO, older)
+    fail(tmp_path, (1, "update", 7), ZERO, older)
     assert copies(tmp_path) == ["step-0000000006.3"]
     shutil.rmtree(tmp_path / "run" / "step-0000000004")
-    fail(tmp_path, (1, 2), ZERO)
+    fail(tmp_path, (1, "update", 2), ZERO)
     assert copies(tmp_path) == ["step-0000000006.3"], "it began anew: the checkpoint that it came after was removed"
 
     shutil.rmtree(tmp_path / "run")
-    [(first, _, weights), _] = run_ranks(train, tmp_path, None, ZERO)
-    assert first == 0, "the folder was emptied"
-    torch.testing.assert_close(weights, undisturbed, rtol=0, atol=1e-12)
+    found, _ = run_ranks(train, tmp_path, None, ZERO)
+    assert found[0] == 0, "the folder was emptied"
+    assert_as(undisturbed, found)
 
 
 @pytest.mark.soak
 def test_a_copy_of_a_run_that_was_discarded(tmp_path: Path) -> None:
-    fail(tmp_path, (1, 8), ZERO)
-    fail(tmp_path, (1, 2), ZERO, "discard")
+    fail(tmp_path, (1, "update", 8), ZERO)
+    fail(tmp_path, (1, "update", 2), ZERO, "discard")
     assert run_ranks(train, tmp_path, None, ZERO)[0][0] == 0
 
 
@@ -138,7 +223,7 @@ def test_a_copy_of_a_run_that_was_discarded(tmp_path: Path) -> None:
 def test_one_that_is_damaged_or_incomplete_is_left_for_the_one_before(
     name: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fail(tmp_path, (1, 4), {**ZERO, "memory_copies": {"every": 1, "folder": str(tmp_path / "memory")}})
+    fail(tmp_path, (1, "update", 4), {**ZERO, **copies_of(tmp_path, 1)})
     before, newest = copies(tmp_path)[-2:]
     [damaged] = tmp_path.glob(f"memory/*/{newest}/{name}")
     if name == "__1_0.distcp":
@@ -153,20 +238,20 @@ def test_one_that_is_damaged_or_incomplete_is_left_for_the_one_before(
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_another_number_of_ranks(kind: str, ranks: int, tmp_path: Path) -> None:
-    fail(tmp_path, (0, 8), KINDS[kind])
+    fail(tmp_path, (0, "update", 8), KINDS[kind])
     settings = {**KINDS[kind], **({"backend": "single"} if ranks == 1 else {})}
     first, seen, _ = run_ranks(train, tmp_path, None, settings, nprocs=ranks)[0]
-    assert (first, seen) == (6, list(range(1, STEPS + 1)))
+    assert (first, seen["steps"]) == (6, list(range(STEPS)))
 
 
-def train_on_hosts(folder: Path, killed: tuple[int, int] | None, settings: dict[str, Any]) -> Any:
+def train_on_hosts(folder: Path, fault: Fault | None, settings: dict[str, Any]) -> Course:
     """Train, as if each rank was on a host of its own."""
     rank = os.environ["RANK"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(memory_store, "_SHM", folder / "memory" / rank)
         patched.setattr(socket, "gethostname", lambda: f"host{rank}")
         (folder / "memory" / rank).mkdir(parents=True, exist_ok=True)
-        return train(folder, killed, {"memory_copies": {"every": EVERY}, **settings})
+        return train(folder, fault, {"memory_copies": {"every": EVERY}, **settings})
 
 
 @pytest.mark.parametrize(
@@ -177,20 +262,20 @@ def train_on_hosts(folder: Path, killed: tuple[int, int] | None, settings: dict[
     ],
 )
 def test_a_lost_host(
-    kind: str, lost: int, tmp_path: Path, undisturbed: torch.Tensor, capfd: pytest.CaptureFixture[str]
+    kind: str, lost: int, tmp_path: Path, undisturbed: Course, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The other one has what was in its memory, and gives it to the host that comes in its place."""
     with pytest.raises(UnitrainError):
-        run_ranks(train_on_hosts, tmp_path, (lost, 8), KINDS[kind])
+        run_ranks(train_on_hosts, tmp_path, (lost, "update", 8), KINDS[kind])
     shutil.rmtree(tmp_path / "memory" / str(lost))
-    (first, seen, weights), _ = run_ranks(train_on_hosts, tmp_path, None, KINDS[kind])
-    assert (first, seen) == (6, list(range(1, STEPS + 1)))
-    torch.testing.assert_close(weights, undisturbed, rtol=0, atol=1e-12)
+    found, _ = run_ranks(train_on_hosts, tmp_path, None, KINDS[kind])
+    assert found[0] == 6
+    assert_as(undisturbed, found)
     assert f"in the memory of host{1 - lost}: 2 steps" in "".join(capfd.readouterr())
     assert list((tmp_path / "memory").glob("*/*")) == []
 
 
-def train_without_room(folder: Path, how: str) -> Any:
+def train_without_room(folder: Path, how: str) -> Course:
     """Train where there is too little memory, from the beginning or later."""
     with pytest.MonkeyPatch.context() as patched:
         if how == "little":
@@ -212,25 +297,12 @@ def train_without_room(folder: Path, how: str) -> Any:
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["little", "full"])
 def test_without_room_training_goes_on(
-    how: str, tmp_path: Path, undisturbed: torch.Tensor, capfd: pytest.CaptureFixture[str]
+    how: str, tmp_path: Path, undisturbed: Course, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    [(_, _, weights), _] = run_ranks(train_without_room, tmp_path, how)
-    torch.testing.assert_close(weights, undisturbed, rtol=0, atol=1e-12)
+    assert_as(undisturbed, run_ranks(train_without_room, tmp_path, how)[0])
     said = "".join(capfd.readouterr())
     why = r"would keep \d+ bytes, and several copies, where 4000 are free" if how == "little" else "No space left"
     assert len(re.findall(rf"no more copies of the state in memory: .*{why}", said)) == 1, said
-
-
-def test_without_copies_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    for step in (0, 1):
-        with unitrain.init(backend="single", device="cpu", memory_copies={"every": 0}) as strategy:
-            model = strategy.prepare(nn.Linear(1, 1))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            checkpoint = strategy.checkpoint(tmp_path, model=model, optimizer=optimizer)
-            assert checkpoint.resume() == (step > 0)
-            strategy.step(model(torch.ones(1, 1)).sum(), optimizer)
-            assert strategy.global_step == step + 1
-            checkpoint.save()
 
 
 def test_others_may_not_use_the_folder(tmp_path: Path) -> None:

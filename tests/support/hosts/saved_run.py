@@ -1,16 +1,21 @@
-"""For tests of what is kept where: a run that saves without training, and what is found in a folder."""
+"""For tests of what is kept where: a run that saves without training, and what is found in a folder; a plugin."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from typing_extensions import Self
 
+import unitrain
 from unitrain import Strategy
 from unitrain.checkpoint import Checkpoint
 from unitrain.checkpoint.store import located
@@ -18,6 +23,25 @@ from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import Manifest
 from unitrain.checkpoint.store.store import NAME, folder_name
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    """Return a strategy of one process."""
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        yield strategy
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return the folder of a file system of 3 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small file system")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=False, capture_output=True)  # a test may have done so
 
 
 def steps_in(folder: str | Path) -> list[int]:
@@ -61,6 +85,7 @@ class SavedRun:
 
     def __init__(self, strategy: Strategy, place: str | Path, *, keep: int = 2, background: bool = False) -> None:
         self.strategy = strategy
+        self.place = place
         self.model = nn.Linear(1, 1)
         self.notes: dict[str, Any] = {}
         self.checkpoint: Checkpoint = strategy.checkpoint(

@@ -1,9 +1,9 @@
-"""Batches that are balanced by what samples cost: each sample once, whatever the ranks, and nobody waits for long."""
+"""Batches that are balanced or sorted by what samples cost: each sample once, whatever the ranks, and no long waits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,20 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from numpy.typing import NDArray
 from pretended import in_training, pretended_rank, trained
 from ranks import run_ranks
 from streams import Numbers, Shards, of_workers
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 import unitrain
-from unitrain import ConfigError, DataError
+from unitrain import CheckpointError, ConfigError, DataError
 from unitrain.data.order.order import Shuffled
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.features.balanced_batches import BalancedBatches
 from unitrain.features.balanced_batches.balance import Balance
+from unitrain.features.balanced_batches.sorting import SortedWindows
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -72,47 +74,6 @@ def test_shares_are_kept_by_cost() -> None:
     assert loads == [24, 8]
 
 
-def test_half_the_padding_of_every_nth_sample() -> None:
-    lengths = np.random.default_rng(0).lognormal(5, 1, 256).round() + 1
-    [parts] = parts_of(lengths.tolist(), 4)
-    every_4th = max(padded(lengths.tolist(), range(rank, 256, 4)) for rank in range(4))
-    assert 3 * max(padded(lengths.tolist(), part) for part in parts) < every_4th
-
-
-@pytest.mark.parametrize("most", [None, 60.0])
-@pytest.mark.parametrize("batches", [False, True])
-def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | None) -> None:
-    lengths = np.random.default_rng(1).integers(1, 30, 23).astype(float)
-    order = Shuffled(23, 0, 0)
-    balance = Balance(lambda positions: lengths[order.take(positions)], True, most)
-    windows: list[list[list[int]]] = []
-    for world_size in (1, 2, 3):
-        found: dict[int, list[int]] = {}
-        for rank in range(world_size):
-            plan: Any = EpochPlan(
-                samples=23,
-                global_batch=8,
-                accumulate=2,
-                rank=rank,
-                world_size=world_size,
-                drop_last=False,
-                division=balance,
-            )
-            if batches:
-                plan = BatchPlan(sizes=(8, 9, 6), accumulate=2, rank=rank, world_size=world_size, division=balance)
-            micro_batches = list(plan)
-            assert len(micro_batches) == plan.micro_batches
-            assert (micro_batches[0].start, micro_batches[-1].stop) == (0, 23)
-            assert all(one.stop == other.start for one, other in pairwise(micro_batches))
-            for one in micro_batches:
-                positions = one.positions(plan.part).tolist()
-                assert not one.count or len(positions) == one.count
-                found.setdefault(one.step, []).extend(positions if one.count else [])
-        windows.append([sorted(positions) for positions in found.values()])
-    assert windows == [windows[0]] * 3
-    assert windows[0] == [list(range(8 + batches)[:8]), *windows[0][1:]]
-
-
 @pytest.mark.parametrize("by_length", [True, False])
 def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says(by_length: bool) -> None:
     balance = Balance(np.arange(1.0, 8.0).__getitem__, by_length)
@@ -123,16 +84,13 @@ def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_
         assert len(list(plan)) == plan.micro_batches == 3
 
 
-# ----------------------------------------------------------------------------------------------------- in a loader
-
-
 LENGTHS = [1 + 7 * i % 19 for i in range(30)]
 
 
 def loader_of(rank: int = 0, world_size: int = 1, accumulate: int = 1, **given: Any) -> Any:
     strategy = pretended_rank(rank, world_size, accumulate=accumulate)
-    data = TensorDataset(torch.arange(30))
-    return strategy.dataloader(data, global_batch_size=8, shuffle=True, **batched({"lengths": LENGTHS, **given}))
+    order = {} if "batch_sampler" in given else {"global_batch_size": 8, "shuffle": True}
+    return strategy.dataloader(TensorDataset(torch.arange(30)), **order, **batched({"lengths": LENGTHS, **given}))
 
 
 def batched(given: dict[str, Any]) -> dict[str, Any]:
@@ -150,9 +108,14 @@ def steps_of(batches: Any, loader: Any) -> list[list[int]]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("given", [{}, {"max_cost": 40.0}, {"lengths": None, "costs": lambda i: LENGTHS[i]}])
+BATCHES = [list(range(8)), list(range(8, 17)), list(range(17, 23)), list(range(23, 30))]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"max_cost": 40.0}, {"lengths": None, "costs": lambda i: LENGTHS[i]}, {"batch_sampler": BATCHES}]
+)
 def test_global_batches_do_not_change_and_a_resume_is_on_any_ranks(given: dict[str, Any]) -> None:
-    plain = loader_of(lengths=None)
+    plain = loader_of(**{**given, "lengths": None, "costs": None, "max_cost": None})
     expected = [sorted(step) for step in steps_of(plain, plain)]
     one = loader_of(**given)
     assert [sorted(step) for step in steps_of(one, one)] == expected
@@ -168,41 +131,8 @@ def test_global_batches_do_not_change_and_a_resume_is_on_any_ranks(given: dict[s
     assert [sorted(window) for window in rest] == expected[2:]
 
 
-def read(stream: Any, world_size: int, workers: int, state: Any = None, **given: Any) -> list[list[int]]:
-    """Return the samples of each step, over all ranks, after checking that no rank waits for long."""
-    steps: dict[int, list[int]] = {}
-    shares = {2: (3, 1)}.get(world_size)
-    for rank in range(world_size):
-        strategy = pretended_rank(rank, world_size, shares=shares, accumulate=1 if "max_cost" in given else 2)
-        loader = strategy.dataloader(
-            stream, global_batch_size=8, **batched({"lengths": length_of, **given}), **of_workers(workers)
-        )
-        if state is not None:
-            loader.load_state_dict(state)
-        for batch in loader:
-            assert loader.stand_in or batch.tolist() == sorted(batch.tolist())
-            one = in_training(loader)
-            assert len(batch) * max(map(length_of, batch)) <= given.get("max_cost", np.inf) * (3 if shares else 1)
-            steps.setdefault(one.step, []).extend([] if loader.stand_in else batch.tolist())
-    return list(steps.values())
-
-
 def length_of(sample: Tensor) -> int:
     return LENGTHS[int(sample) % 30]
-
-
-@pytest.mark.parametrize("given", [{}, {"max_cost": 40.0}], ids=str)
-def test_a_stream_that_is_read_as_a_whole_is_balanced_on_any_ranks_and_workers(given: dict[str, Any]) -> None:
-    expected = [list(range(i, min(i + 8, 30))) for i in range(0, 30, 8)]
-    batching = BalancedBatches(lengths=length_of, **given)
-    first = pretended_rank().dataloader(Numbers(30), global_batch_size=8, batching=batching)
-    for _ in trained(first):
-        if first.yielded == 16:
-            break
-    for world_size, workers in ((1, 0), (2, 2), (3, 0)):
-        assert list(map(sorted, read(Numbers(30), world_size, workers, **given))) == expected
-        rest = read(Numbers(30), world_size, workers, first.state_dict(), **given)
-        assert list(map(sorted, rest)) == expected[2:]
 
 
 @pytest.mark.parametrize(
@@ -236,9 +166,6 @@ def test_the_number_of_batches_of_a_stream_is_unknown_if_it_depends_on_costs() -
         len(loader)
 
 
-# ------------------------------------------------------------------------------------------------------ in training
-
-
 class Texts(IterableDataset[Tensor]):
     """Yields texts: sample i consists of its number plus 1, and is as long as ``LENGTHS`` says."""
 
@@ -259,6 +186,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**MAP, "max_cost": 40.0}, {**MAP, "lengths": None}),
     ({**SORTED, "max_cost": 40.0}, SORTED),
     ({**STREAM, "max_cost": 40.0}, {**STREAM, "lengths": None}),
+    ({**STREAM, **of_workers(2)}, {**STREAM, "lengths": None}),
 ]
 
 
@@ -320,20 +248,154 @@ def test_balanced_training_is_that_of_one_process_and_continues_on_other_ranks(t
         ({"costs": LENGTHS}, ConfigError, "pass lengths .* or costs .*, not both"),
         ({"lengths": None, "max_cost": 3}, ConfigError, "pass lengths .* or costs .*, not neither"),
         ({"lengths": LENGTHS[1:]}, DataError, r"a number for each of the 30 samples, but has shape \[29\]"),
-        (
-            {"lengths": [0, *LENGTHS[1:]]},
-            DataError,
-            r"lengths must be positive numbers, but go from 0\.0 to 19\.0",
-        ),
+        ({"lengths": [0, *LENGTHS[1:]]}, DataError, r"lengths must be positive numbers, but go from 0\.0 to 19\.0"),
         ({"max_cost": 18}, DataError, "sample 8 costs 19, which is more than max_cost=18"),
-        (
-            {"max_cost": 30, "micro_batch_size": 2},
-            ConfigError,
-            "max_cost=30 and micro_batch_size=2 are mutually exclusive",
-        ),
+        ({"max_cost": 30, "micro_batch_size": 2}, ConfigError, "max_cost=30 and micro_batch_size=2 are mutually excl"),
         ({"max_cost": 30, "accumulate": 2}, ConfigError, "max_cost=30 and accumulate=2 are mutually exclusive"),
     ],
 )
 def test_wrong_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         loader_of(**given)
+
+
+MORE_LENGTHS = [1 + 7 * i % 19 for i in range(50)]
+BALANCED: dict[str, Any] = {"lengths": MORE_LENGTHS, "sort_window": 3}
+OPTIONS = {"lengths", "costs", "max_cost", "sort_window"}
+# Of 20 samples in windows of 2 batches of 4.
+GOLDEN = [4, 9, 17, 11, 16, 10, 7, 15, 6, 14, 3, 19, 5, 18, 12, 1, 8, 13, 2, 0]
+
+
+def in_windows(lengths: list[int], batch: int, batches: int, seed: int) -> NDArray[np.int64]:
+    samples = len(lengths)
+    values = np.array(lengths, float)
+    order = SortedWindows(Shuffled(samples, seed, 0), samples, batch, values.__getitem__, batches, seed)
+    return order.take(np.arange(samples))
+
+
+def test_the_order_never_changes() -> None:
+    assert in_windows(MORE_LENGTHS[:20], 4, 2, 0).tolist() == GOLDEN
+    again = SortedWindows(Shuffled(20, 0, 0), 20, 4, np.array(MORE_LENGTHS, float).take, 2, 0)
+    assert [again.take(np.array([i]))[0] for i in reversed(range(20))] == GOLDEN[::-1], "from any position"
+
+
+LISTS = st.lists(st.integers(1, 9), min_size=1, max_size=60)
+
+
+@given(LISTS, st.integers(1, 8), st.integers(2, 5), st.integers(0, 2**32 - 1))
+def test_batches_of_a_window_are_sorted_and_shuffled(lengths: list[int], batch: int, batches: int, seed: int) -> None:
+    before = Shuffled(len(lengths), seed, 0).take(np.arange(len(lengths))).tolist()
+    after = in_windows(lengths, batch, batches, seed).tolist()
+    whole = len(lengths) // batch * batch
+    assert after[whole:] == before[whole:], "an incomplete batch is as it was"
+    for begin in range(0, whole, batch * batches):
+        end = min(begin + batch * batches, whole)
+        assert sorted(after[begin:end]) == sorted(before[begin:end]), "a window has its samples"
+        cut = [[lengths[i] for i in after[first : first + batch]] for first in range(begin, end, batch)]
+        assert list(chain(*sorted(cut, reverse=True))) == sorted(chain(*cut), reverse=True)
+
+
+def test_batches_come_in_another_order_in_each_window_and_epoch() -> None:
+    by_length = BalancedBatches(lengths=lambda i: i + 1, sort_window=5)
+    loader = pretended_rank().dataloader(list(range(600)), global_batch_size=2, batching=by_length)
+    epochs = [[int(batch[0]) for batch in loader] for _ in range(2)]
+    ranks = {tuple(np.argsort(firsts[i : i + 5])) for firsts in epochs for i in range(0, 300, 5)}
+    assert len(ranks) > 60
+    assert epochs[0] != epochs[1]
+
+
+def sorting_loader(rank: int = 0, world_size: int = 1, **given: Any) -> Any:
+    strategy = pretended_rank(rank, world_size, shares=given.pop("shares", None))
+    settings = {
+        "global_batch_size": 8,
+        "shuffle": "sampler" not in given,
+        "batching": BalancedBatches(**{**BALANCED, **{name: given.pop(name) for name in OPTIONS & given.keys()}}),
+        **given,
+    }
+    return strategy.dataloader(list(range(50)), **settings)
+
+
+def steps_of_ranks(loaders: list[Any]) -> list[list[int]]:
+    """Return the sorted samples of each step, over all ranks."""
+    found: dict[int, list[int]] = {}
+    for loader in loaders:
+        for batch in trained(loader):
+            samples = [] if loader.stand_in else batch.tolist()
+            found.setdefault(in_training(loader).step, []).extend(samples)
+    return [sorted(samples) for samples in found.values()]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"max_cost": 40.0, "drop_last": True},
+        {"micro_batch_size": 2},
+        {"sampler": SubsetRandomSampler(range(3, 50))},
+        {"sampler": WeightedRandomSampler([1.0] * 50, 61)},
+    ],
+    ids=["plain", "max_cost", "micro_batches", "sampler", "repeating"],
+)
+def test_the_order_is_the_same_on_any_ranks_and_after_a_resume_within_a_window(given: dict[str, Any]) -> None:
+    whole = steps_of_ranks([sorting_loader(**given)])
+    samples = list(chain(*whole))
+    if "sampler" not in given:
+        assert len(set(samples)) == len(samples) == (48 if "drop_last" in given else 50)
+        padding = [max(MORE_LENGTHS[i] for i in step) * len(step) for step in whole]
+        plain = [
+            max(MORE_LENGTHS[i] for i in step) * len(step)
+            for step in steps_of_ranks([sorting_loader(**given, sort_window=None)])
+        ]
+        assert sum(padding) < 0.8 * sum(plain)
+    for world_size, shares in ((1, None), (2, (1, 3)), (3, None)):
+        first = sorting_loader(**given)
+        list(trained(first, sum(1 for one in first._source.plan(0, 0) if one.step < 2)))
+        state = first.state_dict()
+        ranks = [sorting_loader(rank, world_size, shares=shares, **given) for rank in range(world_size)]
+        assert steps_of_ranks(ranks) == whole
+        ranks = [sorting_loader(rank, world_size, shares=shares, **given) for rank in range(world_size)]
+        for rank in ranks:
+            rank.load_state_dict(state)
+        assert steps_of_ranks(ranks) == whole[2:]
+
+
+@pytest.mark.parametrize(
+    "given", [{"global_batch_size": 10}, {"sort_window": 2}, {"lengths": [1] * 50}, {"sort_window": None}], ids=str
+)
+def test_within_an_epoch_another_order_is_refused(given: dict[str, Any]) -> None:
+    for before, after in (({}, given), (given, {})):
+        first = sorting_loader(**before)
+        list(trained(first, 1))
+        state = first.state_dict()
+        said = r"epoch 0 can't continue after .*: sort_window, .* lengths, the global batch size, on which"
+        with pytest.raises(CheckpointError, match=said):
+            sorting_loader(**after).load_state_dict(state)
+        sorting_loader(**before).load_state_dict(state)
+        other = sorting_loader(**after)
+        other.load_state_dict({**state, "consumed": 0, "steps": 0, "global_batch_size": other.global_batch_size})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lengths": None}, "pass lengths .* or costs .*, not neither"),
+        (
+            {"lengths": None, "costs": MORE_LENGTHS},
+            "sort_window saves padding, but costs add up without padding: pass leng",
+        ),
+        ({"batch_sampler": [[1, 2]]}, "sort_window makes global batches, and so does batch_sampler: sort in the batch"),
+        ({"sort_window": 1}, "sort_window must be an integer of at least 2"),
+        ({"sort_window": 2.5}, "sort_window must be an integer of at least 2 .global batches., not 2.5"),
+    ],
+)
+def test_wrong_arguments_of_sorting(given: dict[str, Any], message: str) -> None:
+    if "batch_sampler" in given:
+        given = {**given, "global_batch_size": None, "shuffle": False}
+    with pytest.raises(ConfigError, match=message):
+        sorting_loader(**given)
+
+
+def test_a_stream_is_not_sorted() -> None:
+    by_length = BalancedBatches(lengths=torch.Tensor.item, sort_window=2)
+    with pytest.raises(ConfigError, match="sort in a buffer of the iterable dataset"):
+        pretended_rank().dataloader(Numbers(9), batch_size=2, batching=by_length)

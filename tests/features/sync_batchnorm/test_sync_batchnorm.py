@@ -1,24 +1,30 @@
-"""Synchronised BatchNorm, compared with BatchNorm on the concatenated batch, in float64 to 1e-10."""
+"""Synchronised BatchNorm, compared with BatchNorm on the concatenated batch, in float64 to 1e-10, and compiled."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from gpu_waits import GPU_0, Waits, communicator_on_gpu
+from needs import HOROVOD
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import unitrain
 from unitrain import ConfigError, Strategy
+from unitrain.data.loop import CurrentBatch
 from unitrain.features.sync_batchnorm import layers as batch_norm
+from unitrain.features.sync_batchnorm.ops import LayerContext, gather_statistics
 
 EXACT = 1e-10
 CHANNELS = 3
-SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
-    nn.BatchNorm1d: (), nn.BatchNorm2d: (4, 5), nn.BatchNorm3d: (2, 3, 2),
-}  # fmt: skip
+KINDS: list[tuple[type[nn.Module], tuple[int, ...]]] = [
+    (nn.BatchNorm1d, ()), (nn.BatchNorm1d, (6,)), (nn.BatchNorm2d, (4, 5)), (nn.BatchNorm3d, (2, 3, 2)),
+]  # fmt: skip
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"momentum": None},
@@ -57,23 +63,29 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _compare(strategy: Strategy, kind: type[nn.Module], options: dict[str, Any], shares: tuple[int, ...]) -> None:
-    """Run three steps on this rank's share, and on the whole batch by plain BatchNorm."""
-    synced, plain = _layer(kind, options), _layer(kind, options)
+def _layers(strategy: Strategy, kind: type[nn.Module], options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    """Return a synchronised layer, and a plain one."""
+    synced, plain = _layer(kind, options or {}), _layer(kind, options or {})
     batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
+    return synced, plain
+
+
+def _compare(
+    strategy: Strategy, kind: type[nn.Module], shape: tuple[int, ...], options: dict[str, Any], shares: tuple[int, ...]
+) -> None:
+    """Run three steps on this rank's share, and on the whole batch by plain BatchNorm."""
+    synced, plain = _layers(strategy, kind, options)
     assert isinstance(synced, kind)
     start = sum(shares[: strategy.rank])
     mine = slice(start, start + shares[strategy.rank])
     for step in range(3):
-        whole = (3 + _batch(sum(shares), SHAPES[kind], step)).requires_grad_()
-        share = whole.detach()[mine].requires_grad_()
-        seed = _batch(sum(shares), SHAPES[kind], 10 + step)
+        whole: Any = (3 + _batch(sum(shares), shape, step)).requires_grad_()
+        share: Any = whole.detach()[mine].requires_grad_()
+        seed = _batch(sum(shares), shape, 10 + step)
         expected, output = plain(whole), synced(share)
         _close_to(output, expected[mine])
         expected.backward(seed)
         output.backward(seed[mine])
-        assert whole.grad is not None
-        assert share.grad is not None
         _close_to(share.grad, whole.grad[mine])
         for ours, its in zip(synced.parameters(), plain.parameters(), strict=True):
             _close_to(strategy.all_reduce(_gradient(ours)), _gradient(its))  # a rank's part of the sum over all rows
@@ -95,10 +107,10 @@ def _compare(strategy: Strategy, kind: type[nn.Module], options: dict[str, Any],
 def _compare_all(world_size: int) -> int:
     compared = 0
     with _open() as strategy:
-        for kind, options, shares in itertools.product(SHAPES, OPTIONS, SHARES):
-            if len(shares) != world_size or (kind is nn.BatchNorm1d and sum(shares) < 2):
+        for (kind, shape), options, shares in itertools.product(KINDS, OPTIONS, SHARES):
+            if len(shares) != world_size:
                 continue
-            _compare(strategy, kind, options, shares)
+            _compare(strategy, kind, shape, options, shares)
             compared += 1
     return compared
 
@@ -106,27 +118,13 @@ def _compare_all(world_size: int) -> int:
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.all("more ranks"))])
 def test_equals_batch_norm_on_the_concatenated_batch(world_size: int) -> None:
     counts = run_ranks(_compare_all, world_size, nprocs=world_size)
-    assert counts == [15 * sum(len(shares) == world_size for shares in SHARES)] * world_size
-
-
-def _sequences() -> None:
-    """(rows, channels, length), as BatchNorm1d also takes."""
-    with _open() as strategy:
-        synced, plain = _layer(nn.BatchNorm1d, {}), _layer(nn.BatchNorm1d, {})
-        batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
-        whole = _batch(4, (6,), 0)
-        _close_to(synced(whole[strategy.rank :: 2]), plain(whole)[strategy.rank :: 2])
-
-
-def test_sequences() -> None:
-    run_ranks(_sequences)
+    assert counts == [20 * sum(len(shares) == world_size for shares in SHARES)] * world_size
 
 
 def _channels_last() -> None:
     """The layer keeps the memory format, and its gradients; here the first layer, whose input needs none."""
     with _open() as strategy:
-        synced, plain = _layer(nn.BatchNorm2d, {}), _layer(nn.BatchNorm2d, {})
-        batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
+        synced, plain = _layers(strategy, nn.BatchNorm2d)
         whole = _batch(4, (2, 3), 0).to(memory_format=torch.channels_last)
         output = synced(whole[strategy.rank * 2 :][:2])
         assert output.is_contiguous(memory_format=torch.channels_last)
@@ -136,14 +134,10 @@ def _channels_last() -> None:
             _close_to(strategy.all_reduce(_gradient(ours)), _gradient(its))
 
 
-def test_channels_last() -> None:
-    run_ranks(_channels_last)
-
-
 def _one_value() -> None:
+    """One value over all ranks is refused by all."""
     with _open() as strategy:
-        layer = _layer(nn.BatchNorm1d, {})
-        batch_norm.synchronise(layer, strategy.communicator, strategy._step.batches.current_batch)
+        layer, _ = _layers(strategy, nn.BatchNorm1d)
         rows = 1 if strategy.rank == 0 else 0
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             layer(_batch(rows, (), 0))
@@ -151,17 +145,15 @@ def _one_value() -> None:
             layer(torch.ones(2, 3, 4, 5, dtype=torch.float64))
 
 
-def test_one_value_over_all_ranks_is_refused_by_all() -> None:
-    run_ranks(_one_value)
-
-
 def _narrow(dtype: torch.dtype) -> None:
     """Half-precision inputs with float32 weights, as under autocast: as good as torch's own."""
     with _open(precision="fp32") as strategy:
-        synced, plain = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+        layers: list[Any] = [nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)]
+        synced, plain = layers
         batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
         whole = _batch(6, (2, 2), 0).to(dtype)
-        share, exact = whole[strategy.rank :: 2].requires_grad_(), whole.float().requires_grad_()
+        share: Any = whole[strategy.rank :: 2].requires_grad_()
+        exact: Any = whole.float().requires_grad_()
         output, expected = synced(share), plain(exact)
         assert output.dtype == dtype
         tolerance: dict[str, Any] = {"rtol": torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
@@ -169,12 +161,8 @@ def _narrow(dtype: torch.dtype) -> None:
         seed = _batch(6, (2, 2), 1).to(dtype)
         output.backward(seed[strategy.rank :: 2])
         expected.backward(seed.float())
-        assert share.grad is not None
-        assert exact.grad is not None
         assert share.grad.dtype == dtype
         torch.testing.assert_close(share.grad.float(), exact.grad[strategy.rank :: 2], **tolerance)
-        assert synced.running_var is not None
-        assert plain.running_var is not None
         torch.testing.assert_close(synced.running_var, plain.running_var)
 
 
@@ -184,9 +172,9 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def _twice_differentiated() -> None:
+    """A second derivative is refused, not wrong."""
     with _open() as strategy:
-        layer = _layer(nn.BatchNorm1d, {})
-        batch_norm.synchronise(layer, strategy.communicator, strategy._step.batches.current_batch)
+        layer, _ = _layers(strategy, nn.BatchNorm1d)
         x = _batch(4, (), 0).requires_grad_()
         [gradient] = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
         penalty = gradient.pow(2).sum()
@@ -194,8 +182,9 @@ def _twice_differentiated() -> None:
             penalty.backward()  # type: ignore[no-untyped-call]
 
 
-def test_a_second_derivative_is_refused_not_wrong() -> None:
-    run_ranks(_twice_differentiated)
+@pytest.mark.parametrize("check", [_channels_last, _one_value, _twice_differentiated])
+def test_on_two_ranks(check: Callable[[], None]) -> None:
+    run_ranks(check)
 
 
 class Custom(nn.BatchNorm2d):
@@ -208,20 +197,6 @@ def test_derived_layers_are_refused() -> None:
         pytest.raises(ConfigError, match=r"'1'.*Custom.*sync_batchnorm to false"),
     ):
         strategy.prepare(nn.Sequential(nn.Conv2d(3, 3, 1), Custom(3)))
-
-
-def test_conversion_keeps_parameters_hooks_and_keys() -> None:
-    with unitrain.init(backend="single", sync_batchnorm=True) as strategy:
-        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        calls: list[str] = []
-        model[1].register_forward_hook(lambda *_: calls.append("hook"))
-        before = dict(model.named_parameters()), list(model.state_dict())
-        prepared = strategy.prepare(model)
-        prepared(torch.ones(2, 2))
-        assert isinstance(model[1], batch_norm.SyncBatchNorm)
-        assert calls == ["hook"]
-        assert all(p is before[0][name] for name, p in model.named_parameters())
-        assert list(model.state_dict()) == before[1]
 
 
 def torchs_own(sync_batchnorm: bool, dimensions: int) -> tuple[Tensor, Tensor, str]:
@@ -250,3 +225,56 @@ def test_a_process_that_splits_batches_over_several_devices_is_refused(monkeypat
     monkeypatch.setattr("unitrain.backends.data_parallel._devices", lambda config: devices)
     with pytest.raises(ConfigError, match=r"sync_batchnorm is not supported by backend data_parallel on 2 devices"):
         unitrain.init(backend="data_parallel", device="cpu", sync_batchnorm=True)
+
+
+def _compiled() -> None:
+    """One graph, with the eager layer's bits; its stand-ins, copies, exports and refusals."""
+    with unitrain.init(precision="fp64", sync_batchnorm=True, timeout_s=30) as strategy:
+        plain = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.BatchNorm2d(CHANNELS, momentum=None))
+        plain.double()
+        eager, current_batch = copy.deepcopy(plain), strategy._step.batches.current_batch
+        for model in (plain, eager):
+            batch_norm.synchronise(model, strategy.communicator, current_batch)
+        compiled: Any = torch.compile(plain, backend="aot_eager", fullgraph=True)
+        for step in range(4):
+            current_batch.is_stand_in = strategy.rank == 1 and step == 2  # between steps of the same graph
+            both = []
+            for model in (compiled, eager):
+                x = _batch(3, (4, 5), 7 * step + strategy.rank).requires_grad_()
+                output = model(x)
+                output.backward(_batch(3, (4, 5), 40 + step))
+                both.append([output, x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+            assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+        current_batch.is_stand_in = False
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        explained = torch._dynamo.explain(plain)(x)
+        assert explained.graph_break_count == 0
+        assert explained.graph_count == 1
+        torch._dynamo.reset()
+        for copied in (copy.deepcopy(plain), torch.export.export(plain, (x.detach(),)).module()):
+            torch.testing.assert_close(copied(x), plain(x), rtol=0, atol=0)
+        with pytest.raises(RuntimeError, match=r"batch_norm_backward.* no autograd formula was registered"):
+            _penalty(torch.compile(plain, backend="eager"))
+        exported = strategy.export(plain)
+        batch = torch.export.Dim("batch")
+        traced = torch.export.export(exported, (x.detach(),), dynamic_shapes=({0: batch},)).module()
+        torch.testing.assert_close(traced(_batch(5, (4, 5), 0)), exported(_batch(5, (4, 5), 0)))
+
+
+def _penalty(model: Any) -> None:
+    x = _batch(4, (4, 5), 0).requires_grad_()
+    [gradient] = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+    gradient.pow(2).sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.all("test_compile.py compiles such layers on two ranks")
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("horovodrun", marks=[HOROVOD, pytest.mark.soak])])
+def test_compiled_and_exported_without_graph_breaks(launcher: Any) -> None:
+    run_ranks(_compiled, launcher=launcher)
+
+
+def test_no_layer_waits_for_a_gpu() -> None:
+    with Waits() as waits:
+        ranks = LayerContext(communicator_on_gpu(), CurrentBatch())
+        assert gather_statistics(torch.ones(2, CHANNELS, device=GPU_0), ranks, "layer").mean.device == GPU_0
+    assert waits.found == []

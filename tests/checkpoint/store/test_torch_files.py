@@ -1,16 +1,17 @@
-"""The digest of a checkpoint's file is that of the file, though it is computed while tensors are written."""
+"""Files of torch: digests are computed while tensors are written, and pages that were mapped are released."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
-import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from unitrain.checkpoint.store.torch_files import write_part
+from unitrain.checkpoint.store.torch_files import MappedFiles, write_part
 
 LARGE = torch.arange(2**20, dtype=torch.float32)
 
@@ -35,18 +36,21 @@ def test_the_digest_is_that_of_the_file(tmp_path: Path, value: dict[str, Any]) -
     assert torch.load(path).keys() == value.keys()
 
 
-def test_all_tensors_are_written_before_the_first_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, sha256 = threading.Event(), hashlib.sha256
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
 
-    class Slow:
-        def __init__(self) -> None:
-            self.digest = sha256()
-            self.hexdigest = self.digest.hexdigest
 
-        def update(self, data: bytes) -> None:
-            assert written.wait(30), "writing waits for the digest"
-            self.digest.update(data)
-
-    monkeypatch.setattr(hashlib, "sha256", Slow)
-    described = write_part(tmp_path / "part.pt", {"first": LARGE, "second": LARGE + 1}, written.set)
-    assert described["sha256"] == sha256((tmp_path / "part.pt").read_bytes()).hexdigest()
+@pytest.mark.parametrize("read", [MappedFiles.load, MappedFiles.map])
+def test_a_file_stays_mapped_as_long_as_its_pages_may_be_released(
+    read: Callable[[MappedFiles, Path], Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "tensor.pt"
+    torch.save(torch.arange(100_000), path)
+    files = MappedFiles()
+    read(files, path)  # and what it returns is dropped
+    gc.collect()
+    assert is_mapped(path), "else something else could get its addresses, and be overwritten by release()"
+    files.release()
+    del files
+    gc.collect()
+    assert not is_mapped(path)

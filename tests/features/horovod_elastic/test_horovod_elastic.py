@@ -1,12 +1,16 @@
-"""Hosts that change: the run stops once there is a checkpoint, and goes on. The driver: faults/several_hosts."""
+"""Hosts of horovodrun that change: the run stops once there is a checkpoint, and asks the driver for its next rank."""
 
 from __future__ import annotations
 
 import atexit
 import json
+import socket
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from places import TESTS
@@ -14,15 +18,48 @@ from pretended import PretendedRank, pretended_rank
 
 import unitrain
 from unitrain import ConfigError
+from unitrain.features.horovod_elastic import asking
+from unitrain.features.horovod_elastic.asking import VARIABLES, next_place
 from unitrain.features.horovod_elastic.hosts import ChangedHosts
 
 
-class Saves:
-    def wait(self) -> None:
-        raise AssertionError
+def answering(answer: bytes, after_s: float = 0.0) -> str:
+    """Return the address of a server that answers one request so."""
+    server = socket.create_server(("127.0.0.1", 0))
 
-    def save_now(self) -> str:
-        return "here"
+    def serve() -> None:
+        with server, server.accept()[0] as connection:
+            assert connection.recv(1000).startswith(b"GET /rank_and_size/node1:3 HTTP")
+            time.sleep(after_s)
+            connection.sendall(b"HTTP/1.0 %b\r\nContent-Length: %d\r\n\r\n%b" % (b"200 OK", len(answer), answer))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_the_answer() -> None:
+    place = next_place(answering(b"5,8,1,4,1,2"), "node1", "3")
+    assert place == dict(zip([f"HOROVOD_{name}" for name in VARIABLES], "581412", strict=True))
+    assert next_place(answering(b"-1,-1,-1,-1,-1,-1"), "node1", "3") is None
+    with pytest.raises(ConnectionError, match="gave no new rank at"):
+        next_place(answering(b"5,8"), "node1", "3")
+
+
+def test_a_long_wait_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(asking, "_PATIENCE_S", 0.1)
+    assert next_place(answering(b"0,1,0,1,0,1", after_s=0.3), "node1", "3")
+    said = capsys.readouterr().err
+    assert said.startswith("unitrain: node1, local rank 3: horovodrun has given no new rank for 0.1 s.")
+    assert said.count("\n") == 1
+
+
+def test_a_driver_that_has_ended() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="Connection refused"):
+        next_place(address, "node1", "3")
+    assert time.monotonic() - began < 30
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, *, elastic: bool) -> tuple[PretendedRank, ChangedHosts, list[Any]]:
@@ -45,7 +82,8 @@ def test_hosts_that_change_early_are_gone_on_with_once_there_is_a_checkpoint(mon
     stopping.pass_boundary()
     hosts.at_boundary()
     assert not hosts.goes_on
-    stopping.listen(Saves())
+    saves = Mock(**{"save_now.return_value": "here"})
+    stopping.listen(saves)
     try:
         hosts.at_boundary()
         with pytest.raises(unitrain.Stopped):
@@ -53,6 +91,7 @@ def test_hosts_that_change_early_are_gone_on_with_once_there_is_a_checkpoint(mon
     finally:
         stopping.close()
     assert hosts.goes_on
+    saves.wait.assert_not_called()
 
 
 def test_hosts_are_watched_under_an_elastic_launcher_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""torchmetrics' metrics over several ranks: the numbers of one process, whatever a rank has."""
+"""torchmetrics' metrics over several ranks: the numbers of one process, whatever a rank has, also in a resumed run."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torchmetrics.detection import MeanAveragePrecision
+from torchmetrics.utilities import dim_zero_cat
 
 import unitrain
-from unitrain import UsageError
+from unitrain import CheckpointError, UsageError
 from unitrain.features.torchmetrics import synchronise_metric
 
 LAUNCHERS: dict[str, Any] = {"ddp": "spawn", "horovod": "horovodrun"}
@@ -45,25 +47,17 @@ def classification() -> dict[str, Any]:
     }
 
 
-def plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
 def classify(backend: str, counts: list[int]) -> list[dict[str, Any]]:
     """Return every metric's value of each of several sets of rows: some ranks have none."""
     with unitrain.init(backend=backend, device="cpu", precision="fp64") as strategy:
-        metrics: dict[str, Any] = {
-            name: synchronise_metric(metric, strategy) for name, metric in classification().items()
-        }
+        metrics = {name: synchronise_metric(metric, strategy) for name, metric in classification().items()}
         values = []
         for count in counts:
             metrics["tracker"].increment()
             for predictions, labels in strategy.dataloader(TensorDataset(*rows(count)), batch_size=8, shuffle=False):
                 for metric in metrics.values():
                     metric.update(predictions, labels)
-            values.append({name: plain(metric.compute()) for name, metric in metrics.items()})
+            values.append({name: metric.compute() for name, metric in metrics.items()})
             for name in metrics.keys() - {"tracker"}:
                 metrics[name].reset()
         return values
@@ -106,9 +100,8 @@ def test_a_metric_that_was_not_passed_is_refused_on_every_rank(backend: str) -> 
 def test_ranks_with_few_rows_or_none_give_the_values_of_one_process(backend: str) -> None:
     counts = [29, 2, 1]
     expected = classify("single", counts)
-    for values in run_ranks(classify, backend, counts, nprocs=3, launcher=LAUNCHERS[backend]):
-        for ours, theirs in zip(values, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    found = run_ranks(classify, backend, counts, nprocs=3, launcher=LAUNCHERS[backend])
+    torch.testing.assert_close(found, [expected] * 3, rtol=0, atol=1e-6)
 
 
 def detect(backend: str, images: int) -> dict[str, Any]:
@@ -130,14 +123,15 @@ def detect(backend: str, images: int) -> dict[str, Any]:
                     [{"boxes": moved, "masks": masks, "scores": scores[image], "labels": labels[image]}],
                     [{"boxes": boxes, "masks": masks.roll(image % 3, 1), "labels": labels[image]}],
                 )
-        return {name: plain(value) for name, value in metric.compute().items()}
+        return metric.compute()
 
 
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
 def test_map_of_ranks_with_unequal_numbers_of_images_is_that_of_one_process(backend: str) -> None:
     expected = detect("single", 7)
     assert 0.1 < expected["bbox_map"] < 0.9
-    assert run_ranks(detect, backend, 7, nprocs=2, launcher=LAUNCHERS[backend]) == [expected] * 2
+    found = run_ranks(detect, backend, 7, launcher=LAUNCHERS[backend])
+    torch.testing.assert_close(found, [expected] * 2, rtol=0, atol=0)
 
 
 def train(samples: int) -> list[dict[str, Any]]:
@@ -146,20 +140,16 @@ def train(samples: int) -> list[dict[str, Any]]:
         model = nn.Linear(CLASSES, CLASSES)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = strategy.prepare(model, optimizer)
+        kinds = [name for name in classification() if name != "tracker"]
         updated, called = (
-            {
-                name: synchronise_metric(metric, strategy)
-                for name, metric in classification().items()
-                if name != "tracker"
-            }
-            for _ in range(2)
+            {name: synchronise_metric(classification()[name], strategy) for name in kinds} for _ in range(2)
         )
         for predictions, labels in strategy.dataloader(TensorDataset(*rows(samples)), batch_size=1, shuffle=False):
             for name, metric in updated.items():
                 metric.update(predictions, labels)
                 called[name](predictions, labels)
             strategy.step(model(predictions).sum(), optimizer)
-        return [{name: plain(metric.compute()) for name, metric in kind.items()} for kind in (updated, called)]
+        return [{name: metric.compute() for name, metric in kind.items()} for kind in (updated, called)]
 
 
 @FEW_ROWS
@@ -178,21 +168,17 @@ def test_a_copy_of_a_metric_is_another_metric() -> None:
         assert metric.update_count == 0
 
 
-def different(_: int) -> str:
+def different() -> None:
     with unitrain.init(device="cpu") as strategy:
         metric = synchronise_metric(torchmetrics.CatMetric(), strategy)
         metric.update(torch.zeros(2, 3 + strategy.rank))
-        with pytest.raises(UsageError) as error:
+        said = r"the state value of a metric has rows of different .*: torch.float32\[2, 3\] on rank 0; .*4\] on rank 1"
+        with pytest.raises(UsageError, match=said):
             metric.compute()
-        return str(error.value)
 
 
 def test_rows_of_different_shapes_are_refused_on_all_ranks() -> None:
-    said = (
-        "the state value of a metric has rows of different dtypes or shapes: torch.float32[2, 3] on rank 0; "
-        "torch.float32[2, 4] on rank 1."
-    )
-    assert run_ranks(different, 0, nprocs=2) == [said] * 2
+    run_ranks(different)
 
 
 class Latest(torchmetrics.Metric):
@@ -226,6 +212,127 @@ def test_a_rank_without_samples_does_not_count_in_a_mean_over_the_ranks() -> Non
     assert run_ranks(latest, [8.0, None, 2.0], nprocs=3) == [[5.0, [8.0, 2.0], 2.0]] * 3
 
 
-def test_what_is_not_a_metric_is_refused() -> None:
-    with unitrain.init(device="cpu") as strategy, pytest.raises(UsageError, match="not Linear"):
-        synchronise_metric(nn.Linear(1, 1), strategy)
+ROWS = 60
+
+
+class Range(torchmetrics.Metric):
+    """Whatever is not a sum: a maximum, a minimum and a list."""
+
+    highest: Tensor
+    lowest: Tensor
+    rows: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("highest", torch.tensor(-1.0), dist_reduce_fx="max")
+        self.add_state("lowest", torch.tensor(9.0), dist_reduce_fx="min")
+        self.add_state("rows", [], dist_reduce_fx="cat")
+
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        self.highest = torch.maximum(self.highest, predictions.max())
+        self.lowest = torch.minimum(self.lowest, predictions.min())
+        self.rows.append(labels.clone())
+
+    def compute(self) -> tuple[float, float, int]:
+        rows = dim_zero_cat(self.rows)
+        return float(self.highest), float(self.lowest), int((rows * rows).sum())
+
+
+def stateful() -> dict[str, Any]:
+    return {
+        "accuracy": torchmetrics.Accuracy(**OPTIONS),  # a sum
+        "auroc": torchmetrics.AUROC(**OPTIONS),  # lists of rows
+        "range": Range(),
+        "collection": torchmetrics.MetricCollection(
+            [torchmetrics.Recall(**OPTIONS), torchmetrics.ConfusionMatrix(**OPTIONS)]
+        ),
+    }
+
+
+def evaluate(folder: str, backend: str, first: int, last: int) -> dict[str, Any]:
+    """Go on to evaluate rows from where the checkpoint was saved, save, and return all metrics."""
+    with unitrain.init(backend=backend, device="cpu") as strategy:
+        used = stateful()
+        for metric in (used["accuracy"], used["auroc"], used["range"], *used["collection"].values()):
+            synchronise_metric(metric, strategy)
+        checkpoint = strategy.checkpoint(folder, **used)
+        assert checkpoint.resume() == (first > 0)
+        mine = torch.tensor([row for row in range(first, last) if row % strategy.world_size == strategy.rank])
+        predictions, labels = rows(ROWS)
+        for part in torch.split(mine, 4):
+            for metric in used.values():
+                metric.update(predictions[part], labels[part])
+        strategy._step.global_step = last
+        checkpoint.save()
+        return {name: metric.compute() for name, metric in used.items()}
+
+
+@pytest.mark.parametrize(
+    "worlds",
+    [
+        [("ddp", 3, "spawn"), ("ddp", 2, "spawn"), ("single", 1, "spawn"), ("ddp", 2, "spawn")],
+        pytest.param([("horovod", 2, "horovodrun"), ("ddp", 3, "spawn")], marks=HOROVOD),
+    ],
+    ids=["ddp", "horovod"],
+)
+def test_metrics_go_on_where_they_were_saved(tmp_path: Path, worlds: list[tuple[str, int, Any]]) -> None:
+    ends = [ROWS * (i + 1) // len(worlds) for i in range(len(worlds))]
+    for (backend, world, launcher), first, last in zip(worlds, [0, *ends], ends, strict=False):
+        found = run_ranks(evaluate, str(tmp_path / "run"), backend, first, last, nprocs=world, launcher=launcher)
+    expected = evaluate(str(tmp_path / "whole"), "single", 0, ROWS)
+    torch.testing.assert_close(found, [expected] * len(found), rtol=0, atol=1e-6)
+
+
+class Mean(torchmetrics.Metric):
+    """A mean of the ranks' means, which depends on how many there are."""
+
+    value: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, value: float) -> None:
+        self.value += value
+
+    def compute(self) -> Tensor:
+        return self.value
+
+
+class Model(nn.Module):
+    """A model with a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.mean = Mean()
+
+
+def divide(folder: str, value: float, force: bool) -> tuple[str, float]:
+    """Resume, and return what was said and this rank's state. Then add a value, and save."""
+    with unitrain.init(device="cpu") as strategy:
+        model = strategy.prepare(Model())
+        mean: Any = strategy.unwrap(model).get_submodule("mean")
+        checkpoint = strategy.checkpoint(folder, model=model)
+        try:
+            checkpoint.resume(force=force)
+        except CheckpointError as error:
+            return str(error), float(mean.value)
+        if value:
+            mean.update(value + strategy.rank)
+            strategy._step.global_step += 1
+            checkpoint.save()
+        return "", float(mean.value)
+
+
+def test_what_can_not_be_divided_is_refused_or_reset(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert run_ranks(divide, folder, 1.0, False) == [("", 1.0), ("", 2.0)]
+    assert run_ranks(divide, folder, 0.0, False) == [("", 1.0), ("", 2.0)], "each rank's own"
+    said = (
+        "the metric model.mean can't be divided among 3 processes instead of 2: its state value is reduced over the "
+        "ranks by mean. Resume with 2 processes, or with resume(force=True), which resets the metric. Nothing was "
+        "loaded."
+    )
+    assert run_ranks(divide, folder, 0.0, False, nprocs=3) == [(said, 0.0)] * 3
+    assert run_ranks(divide, folder, 0.0, True, nprocs=3) == [("", 0.0)] * 3
