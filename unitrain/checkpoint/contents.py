@@ -172,11 +172,11 @@ class Contents:
         return states
 
     def remember(self) -> dict[str, Any]:
-        """Return copies of what the code between two epochs may change, by key."""
+        """Copy the states that code between two epochs may change. Return the copies by key."""
         return {part.key: part.remember() for part in (*self.of_objects.values(), self._run)}
 
     def fitted(self, saved: OpenCheckpoint) -> OpenCheckpoint:
-        """Return what another tool has written with the names of this run's objects, or what a run has as it is.
+        """Give the states that another tool has written the names of this run's objects; leave those of a run.
 
         Raises CheckpointError if a module or an optimizer is missing. A model may have been saved without name.
         """
@@ -232,9 +232,9 @@ class Contents:
             saved = outlines[RUN]["names"].get(name)
             if saved is None or now is None or saved == keys_of(None, len(saved)):
                 continue
-            own = keys_of(now, len(now)) if isinstance(saved[0], str) else now
-            if saved != own:
-                order = numbers_before(name, outlines[name][GROUPS], saved, own)
+            named = keys_of(now, len(now)) if isinstance(saved[0], str) else now
+            if saved != named:
+                order = numbers_before(name, outlines[name][GROUPS], saved, named)
                 parts: list[StatePart] = [self.of_objects[name], *self._of_features]
                 for states in (outlines,) if view.saved is None else (outlines, view.saved.parts):
                     states.update(
@@ -243,8 +243,8 @@ class Contents:
 
     def replaced_options(self, outlines: Mapping[str, Any]) -> list[str]:
         """Return which options of the script's optimizers the outlines of a checkpoint replace, for a message."""
-        found = [option for name, part in self.optimizers.items() for option in part.replaced_options(outlines[name])]
-        return sorted(set(found))
+        parts = self.optimizers.items()
+        return sorted({option for name, part in parts for option in part.replaced_options(outlines[name])})
 
     def load(self, view: CheckpointView) -> None:
         """Load the states of a checkpoint. Collective."""

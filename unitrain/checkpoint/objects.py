@@ -45,7 +45,7 @@ class ObjectPart(StatePart):
         return self._value.state_dict()
 
     def complete(self, state: Any) -> Any:
-        """Return what is to be saved, given this rank's state. Collective."""
+        """Return the state to save, given this rank's state. Collective."""
         return state
 
     def collect(self) -> Any:
@@ -57,7 +57,7 @@ class ObjectPart(StatePart):
         self._value.load_state_dict(saved.receive())
 
     def remember(self) -> Any:
-        """Return a copy of what the code between two epochs may change of the state; None if that is nothing."""
+        """Copy the part of the state that code between two epochs may change; None if there is none."""
         state = self.state()
         small = sum(tensor.nbytes for tensor in tensors(state, opened=True)) <= _MOST_BYTES
         return snapshot(state) if small else None
@@ -92,8 +92,8 @@ class LoaderPart(ObjectPart):
             return state
         of_ranks = self._ranks.all_gather_object(state["seeks"])
         of_kinds = zip(*(of_rank[1:] for of_rank in of_ranks), strict=True)
-        found = [{tuple(seek[:2]): seek for seeks in kind for seek in seeks} for kind in of_kinds]
-        return {**state, "seeks": [of_ranks[0][0], *(list(seeks.values()) for seeks in found)]}
+        by_shard = [{tuple(seek[:2]): seek for seeks in kind for seek in seeks} for kind in of_kinds]
+        return {**state, "seeks": [of_ranks[0][0], *(list(seeks.values()) for seeks in by_shard)]}
 
 
 class ModulePart(ObjectPart):
@@ -152,7 +152,7 @@ class OptimizerPart(ObjectPart):
         """Raise CheckpointError unless the saved parameter groups are as large as the optimizer's."""
         _check_is_state(self.name, outline)
         groups = self.optimizer.param_groups, outline.get(GROUPS, [])
-        now, saved = ([len(group.get(PARAMS, [])) for group in one] for one in groups)
+        now, saved = ([len(group.get(PARAMS, [])) for group in side] for side in groups)
         if now != saved:
             raise CheckpointError(
                 f"{self.name} has parameter groups of {saved} parameters in the checkpoint, but of {now} in this run. "

@@ -32,7 +32,7 @@ class Origin:
         self._compared = [*settings.names_fixed(), *(() if has_loader else ("accumulate",))]
 
     def about(self) -> dict[str, Any]:
-        """Return what a manifest says of the run."""
+        """Return the run's entries in a manifest."""
         return {
             "unitrain": version("unitrain"),
             "torch": torch.__version__,
@@ -51,4 +51,4 @@ class Origin:
         pairs = [(f"strategy.{name}", saved[name], now[name]) for name in self._compared]
         names = dict.fromkeys([*manifest.config, *self._config])
         pairs += [(name, manifest.config.get(name), self._config.get(name)) for name in names]
-        return [f"{name} was {before!r} and is now {after!r}" for name, before, after in pairs if before != after]
+        return [f"{name} was {old!r} and is now {new!r}" for name, old, new in pairs if old != new]

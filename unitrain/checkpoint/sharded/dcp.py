@@ -73,7 +73,7 @@ Layout = dict[str, Entry]  # the entries of a checkpoint by key
 
 
 def merged(layouts: Iterable[Layout]) -> Layout:
-    """Return the layout of what all ranks have written. Raises CheckpointError unless it is complete."""
+    """Join the layouts of all ranks' files. Raises CheckpointError unless the result is complete."""
     whole: Layout = {}
     for layout in layouts:
         for key, entry in layout.items():
@@ -113,7 +113,7 @@ def to_bytes(layout: Layout) -> bytes:
 
 
 def from_bytes(content: bytes, shown: str) -> Layout:
-    """Return what a metadata file says, without running code in it. ``shown`` is its path or URL.
+    """Parse a metadata file without running code in it. ``shown`` is its path or URL.
 
     Raises CheckpointError if it is no metadata, or names files outside of the checkpoint's folder.
     """
@@ -225,7 +225,7 @@ class Stored:
             self._contents[name] = torch.empty(0, dtype=torch.uint8).set_(self._mapped.map(path))
 
     def check(self, names: Iterable[str]) -> None:
-        """Fetch files, and check that each piece in them is what the metadata say. Raises the errors of ``read``."""
+        """Fetch files, and check each piece in them against the metadata. Raises the errors of ``read``."""
         wanted = set(names)
         self.fetch(wanted)
         for entry in self.layout.values():
@@ -234,7 +234,7 @@ class Stored:
                     self._loaded(entry, piece)
 
     def close(self) -> None:
-        """Remove what was downloaded."""
+        """Remove downloaded files."""
         self._open.close()
         self._contents.clear()
 
@@ -265,7 +265,7 @@ class Stored:
         return self._loaded(entry, entry.pieces[0])
 
     def _loaded(self, entry: Entry, piece: Piece) -> Any:
-        """Return what a piece contains: a tensor in place, or a plain value."""
+        """Return the value of a piece: a tensor in place, or a plain value."""
         try:
             self.fetch([piece.file])
             content = self._contents[piece.file][piece.start : piece.start + piece.length]
@@ -298,7 +298,7 @@ def _described(found: Any) -> tuple[str, tuple[int, ...]]:
 
 
 class _Form(NamedTuple):
-    """What archives of tensors of one shape, dtype and memory format have in common."""
+    """The header that torch.save writes before every tensor of one shape, dtype and memory format."""
 
     head: bytes  # all that is before the elements. The rest depends on them
     like: Tensor  # a tensor on the meta device

@@ -36,17 +36,17 @@ class CheckpointView(NamedTuple):
         return SavedState(self.communicator, self.outlines[key], source, sent=self.release, fill=self._fill)
 
     def release(self) -> None:
-        """Release the memory of what has been read."""
+        """Release mapped pages."""
         if self.saved is not None:
             self.saved.files.release()
 
     def close(self) -> None:
-        """Remove what was downloaded."""
+        """Remove downloaded files."""
         if self.stored is not None:
             self.stored.close()
 
     def verify(self) -> str | None:
-        """Have each rank verify some of the files, and return what is damaged, if anything is. Collective.
+        """Have each rank verify some of the files. Return the damage, if there is any. Collective.
 
         If there are as many ranks as when the files were written, they are those that the rank reads. It verifies
         others that it reads when it opens them.
@@ -144,7 +144,7 @@ def open_on_all(communicator: Communicator, opened: Callable[[], OpenCheckpoint 
 
 
 def _seen(place: str, manifest: Manifest, digest: str) -> Stored | None:
-    """Return what rank 0 has found, on another rank; None if this rank does not see the same."""
+    """Open rank 0's checkpoint on another rank. Return None if this rank does not see the same files."""
     store = store_at(place)
     try:
         stored = Stored(Located(store, "", manifest), store.get(METADATA))

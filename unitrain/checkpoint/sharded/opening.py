@@ -46,7 +46,7 @@ class Search:
 
     @cached_property
     def _left(self) -> list[Located | Callable[[], Located]]:
-        """What was not tried yet."""
+        """The checkpoints that were not tried yet."""
         folder, path = self._folder, self._path
         if path is None:
             for shown in folder.incomplete():
@@ -67,7 +67,7 @@ class Search:
         return [partial(folder.find, newest.manifest.best)]
 
     def next(self, attempt: Callable[[Located], T]) -> T | None:
-        """Return what ``attempt`` returns for the next checkpoint for which it raises no DamagedError, if there is one.
+        """Return the result of ``attempt`` for the next checkpoint that is not damaged; None if none is left.
 
         Raises CheckpointError if the one that is wanted, or each of them, is damaged.
         """
@@ -149,7 +149,7 @@ class OpenCheckpoint(NamedTuple):
 
 
 def opened(found: Located) -> OpenCheckpoint:
-    """Open a checkpoint. What one rank has written is verified; what several have written, when it is read."""
+    """Open a checkpoint. Files of one rank are verified now; files of several ranks, when they are read."""
     try:
         return _opened(found)
     except (DamagedError, CheckpointError):

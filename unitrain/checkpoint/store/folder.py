@@ -32,7 +32,7 @@ class Draft:
         self.name: str = name
 
     def write(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write each part to a file, checked and synced, and return what the manifest says of the files."""
+        """Write each part to a file, checked and synced. Return the files' entries in the manifest."""
         # Of files that are uploaded, one at a time is on this disk.
         with ThreadPoolExecutor(_THREADS if isinstance(self.store, Disk) else 1, "checkpoint files") as threads:
             files = [f"{part}.pt" for part in parts]
@@ -40,7 +40,7 @@ class Draft:
             return dict(zip(files, threads.map(self.store.write, names, parts.values()), strict=True))
 
     def complete(self, step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-        """Write the manifest, given plain data and what it says of the files, so that this is a checkpoint."""
+        """Write the manifest, given plain data and the files' entries, so that this is a checkpoint."""
         self.store.put(f"{self.name}/{NAME}", to_json(step, about, files).encode())
         self.store.sync(self.name)
 
@@ -135,7 +135,7 @@ class Folder:
         draft: Draft | None = None,
         others: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Write a checkpoint, which is complete or not there. Remove what killed processes left incomplete.
+        """Write a checkpoint, which is complete or not there. Remove incomplete ones that killed processes have left.
 
         ``about`` is plain data for the manifest. ``draft`` is what ``begin`` returned, if several ranks write there;
         ``others`` waits for their files, and returns what the manifest says of them.

@@ -41,7 +41,7 @@ class Described(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What ``resume`` needs of a manifest."""
+    """The entries of a manifest that ``resume`` needs."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
@@ -105,7 +105,7 @@ def file_at(path: Path | str) -> tuple[Store, str]:
 
 
 class NotACheckpointError(Exception):
-    """What is at a path is no checkpoint; the message says what it is."""
+    """There is no checkpoint at a path; the message says why."""
 
 
 class Located(NamedTuple):

@@ -104,7 +104,7 @@ class Store(ABC):
             raise CheckpointError(f"{what}: {why}") from error
 
     def write(self, name: str, value: Any) -> dict[str, Any]:
-        """Write tensors and plain data to a file of torch, checked, and return what a manifest says of the file."""
+        """Write tensors and plain data to a file of torch, checked. Return the file's entry in a manifest."""
         with self.draft(name) as draft:
 
             def put() -> None:
@@ -124,4 +124,4 @@ class Store(ABC):
         self.put(name, content)
 
     def sync(self, folder: str) -> None:
-        """Have the names in a folder, and its own, on the disk. What an object store has accepted is there."""
+        """Sync a folder's names to the disk. Object stores need no sync."""

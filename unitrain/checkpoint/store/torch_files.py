@@ -104,7 +104,7 @@ def write_part(
     written: Callable[[], object],
     save: Callable[..., object] = torch.save,
 ) -> dict[str, Any]:
-    """Write a file of a checkpoint, and return what its manifest says of it. Raises any exception of pickling.
+    """Write a file of a checkpoint. Return its entry in the manifest. Raises any exception of pickling.
 
     Args:
         path: the file, which is not synced to the disk.
@@ -126,7 +126,7 @@ def write_part(
 
 
 class _Digest:
-    """The SHA-256 of what is written of a value, computed by a thread, which may be behind."""
+    """Hashes a file in a background thread while it is written."""
 
     def __init__(self, value: Any, thread: ThreadPoolExecutor) -> None:
         self._thread = thread

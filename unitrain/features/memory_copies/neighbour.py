@@ -1,4 +1,4 @@
-"""What a host has written in memory goes to the next host, in the background: it outlives the loss of one host."""
+"""Sends a host's files in memory to the next host, in the background, so that they outlive the loss of one host."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Neighbour:
             raise ConnectionError("the next host did not keep this host's part") from error
 
     def _keep(self, listener: Any) -> None:
-        """Keep what the host before sends, until that ends."""
+        """Keep the files that the previous host sends, until it ends."""
         connection = None
         try:
             [admitted] = asyncio.run(admit_ranks(listener, self._key, 1, self._timeout_s)).values()

@@ -214,7 +214,7 @@ class WeightFiles:
         return self._read(self._stored[name])
 
     def release(self) -> None:
-        """Give back the memory of what has been read."""
+        """Release mapped pages."""
         self._mapped.release()
 
     def _read_header(self, file: str) -> None:
@@ -254,7 +254,7 @@ class WeightFiles:
 
 
 def _stored(file: str, begin: int, size: int, about: Any) -> _Stored:
-    """Return where a tensor is, given what a header says, where that ends, and the size of the file."""
+    """Return where a tensor is, given its entry in the header, where the header ends, and the size of the file."""
     dtype, shape = DTYPES[about["dtype"]], [int(length) for length in about["shape"]]
     start, end = (begin + int(offset) for offset in about["data_offsets"])
     if not (begin <= start <= end <= size and end - start == math.prod(shape) * dtype.itemsize):
