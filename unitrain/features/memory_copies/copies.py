@@ -173,6 +173,7 @@ class MemoryCopies(StepHook, CheckpointHook):
         busy = self._background is not None and self._background.busy
         step_s = (began - self._last[1]) / (step - self._last[0]) if self._last else 0.0
         ratio = self._cost_s / step_s if step_s else 0.0
+        # One collective for all that the ranks have to agree on.
         answers = ranks.all_gather_data((busy, self._why, ratio, self._checkpoint.newest))
         if self._off(next((why for _, why, *_ in answers if why), "")):
             return
@@ -182,7 +183,7 @@ class MemoryCopies(StepHook, CheckpointHook):
                 self._steps = min(self._steps, self._sockets.goes_back)
         self._put_off(step)
         if any(answer[0] for answer in answers):
-            return
+            return  # the last copy is not written yet, from memory that the next one needs
         self._keep_newest()
         store = self._meet()
         portion = self._checkpoint.divided(self._checkpoint.contents.collect())
@@ -279,7 +280,7 @@ class MemoryCopies(StepHook, CheckpointHook):
         leads = store.leader[rank] == rank
         draft = Draft(store.disk, name)
         try:
-            store.make()
+            store.make()  # once more: a cleaner of temporary files may have removed it
             if leads:
                 store.keep_only(name, *kept)
             store.disk.make(name)

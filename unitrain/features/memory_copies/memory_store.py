@@ -252,6 +252,7 @@ class MemoryStore:
         A rank that can't read or write the file takes part nevertheless, since the others wait for it.
         """
         ranks, why = self._ranks, ""
+        place = f"{self.disk.shown(name)} on {self.host[ranks.rank]}"
         source = torch.zeros(1, dtype=torch.uint8).expand(size)
         target = torch.empty(size, dtype=torch.uint8, device="meta")  # where this host needs no file
         with self.disk.draft(name) as path:
@@ -265,10 +266,13 @@ class MemoryStore:
                         os.posix_fallocate(file.fileno(), 0, size)
                     target = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
             except (OSError, RuntimeError) as error:  # torch raises the latter
-                why = f"{self.disk.shown(name)} on {self.host[ranks.rank]}: {error}"
+                why = f"{place}: {error}"
             broadcast_tensors(ranks, [target], [source], src=src)
-            if not target.is_meta:
-                self.disk.put(name, path)
+            try:
+                if not target.is_meta:
+                    self.disk.put(name, path)
+            except OSError as error:
+                why = f"{place}: {error}"
         return why
 
 

@@ -36,7 +36,7 @@ class Neighbour:
         place: tuple[list[str], int] = ([], 0)
         leads = store.leader[ranks.rank] == ranks.rank
         if leads:
-            listener = listen(one_host=False, backlog=1)
+            listener = listen(one_host=False, backlog=1)  # only the previous host connects
             place = own_addresses(), listener.getsockname()[1]
             threading.Thread(target=self._keep, args=(listener,), name="unitrain neighbour", daemon=True).start()
         places = ranks.all_gather_data(place)
@@ -79,6 +79,7 @@ class Neighbour:
 
     def _keep_file(self, connection: Connection, name: str, size: int) -> None:
         disk, (folder, file) = self._store.disk, name.split("/")
+        # Names come from another host: none may lead out of the folder.
         if not FOLDER.fullmatch(folder) or file in ("", ".", "..") or Path(file).name != file:
             raise ValueError(name)
         self._store.make()
@@ -91,5 +92,5 @@ class Neighbour:
 
 
 def _connected(connection: Any) -> Connection:
-    connection.setblocking(True)
+    connection.setblocking(True)  # the handshake leaves it with a time limit, or for asyncio
     return Connection(connection.detach())
