@@ -16,7 +16,7 @@ from unitrain.checkpoint.sharded.loading import CheckpointView, open_on_all
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
 from unitrain.checkpoint.sharded.saving import Portion, divided, gathered, shared_store
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.located import DamagedError, Located, store_at
+from unitrain.checkpoint.store.located import Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Writer
 from unitrain.errors import CheckpointError, UsageError, by_rank
@@ -84,6 +84,7 @@ class Checkpoint:
         self._epoch_end = EpochEnd(contents, step)
         self._hooks: list[CheckpointHook] = []
         self.closed: bool = False
+        # Now, since at the first save an hour of training could be lost.
         ranks.on_main(lambda: self.folder.claim(contents.nbytes))
         ranks.on_main(self._look)
         step.hooks.add_hook(self._epoch_end)
@@ -127,7 +128,7 @@ class Checkpoint:
                 rank.
             UsageError: ``best`` differs between ranks; on every rank.
         """
-        if self._step.within_window:
+        if self._step.within_window:  # the gradients of its first micro-batches are in no state
             self._step.at_window_end(lambda: self._save(best=best))
         else:
             self._save(best=best)
@@ -146,8 +147,8 @@ class Checkpoint:
     def _save(self, *, best: bool = False, remembered: Mapping[str, Any] | None = None) -> None:
         ranks, step = self._communicator, self._step.global_step
         with ranks.collectives.pulse.within("checkpoint.save"), self._prepared.training_weights():
-            self.wait()
-            if not self._is_complete and step:
+            self.wait()  # raises the error of the previous one
+            if not self._is_complete and step:  # before the first step, no optimizer has been used
                 self._is_complete = True
                 if ranks.is_main:
                     warn_of_missing(self.contents, self._step)
@@ -238,11 +239,11 @@ class Checkpoint:
             view = self._open(Search(self.folder, path, [copy.located for copy in candidates]), force=force)
             if view is None:
                 return False
-            contents.check_others(view.outlines, force=force)
             changed = self._origin.changed_settings(view.manifest)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             folder, place = ranks.on_main(lambda: self._settle(view, candidates, is_newest=path is None))
+            # In a run that goes back, its schedulers have changed the options.
             replaced = [] if self._step.global_step else contents.replaced_options(view.outlines)
             contents.load(view)
             step = self._step.global_step
@@ -251,7 +252,7 @@ class Checkpoint:
                 hook.resumed(step, folder)
             view.close()
         if view.saved is not None:  # on rank 0
-            print_stderr(f"unitrain: resumed after step {step}, from {view.saved.found}{place}")
+            print_stderr(f"unitrain: resumed after step {step}, from {view.saved.located}{place}")
             if replaced:
                 print_stderr(
                     f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
@@ -277,10 +278,9 @@ class Checkpoint:
                     f"the run in {self.folder} was trained with other settings: {'; '.join(changed)}. Use the same "
                     "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
                 )
-            contents.check_fits(view.manifest, view.outlines)
-            contents.order_by_name(view)
+            contents.fit(view, force=force)
             damage = view.verify()
-            if damage is None:
+            if not damage:
                 return view
             view.close()
             ranks.on_main(partial(search.reject, damage))
@@ -295,35 +295,24 @@ class Checkpoint:
             located: the checkpoint, on rank 0.
 
         Returns:
-            False if it is damaged.
+            False if there is none, or it is damaged.
         """
-
-        def open_it() -> OpenCheckpoint | None:
-            try:
-                return None if located is None else opened(located)
-            except DamagedError as error:
-                print_stderr(f"unitrain: {error}")
-                return None
-
+        candidates = [] if located is None else [located]
         with self._prepared.training_weights():
-            view = open_on_all(self._communicator, open_it)
+            view = self._open(Search(self.folder, first=candidates, only=True), force=True)
             if view is None:
                 return False
-            damage = view.verify()
-            if damage is None:
-                self.contents.load_trained(view)
-            elif self._communicator.is_main:
-                print_stderr(f"unitrain: {damage}")
+            self.contents.load_trained(view)
             view.close()
-        return damage is None
+        return True
 
     def _settle(self, view: CheckpointView, candidates: list[Candidate], *, is_newest: bool) -> tuple[str, str]:
         """Adopt a checkpoint. Return the folder of the candidate that it is ("" if none), and the message's end."""
         assert view.saved is not None
-        located, newest = view.saved.found, next(iter(self.folder.steps()), 0)
+        located, newest = view.saved.located, next(iter(self.folder.steps()), 0)
         candidate = next((copy for copy in candidates if copy.located is located), None)
         self._unclaimed = None
-        best = best_beside(located.manifest, self.folder) if candidate is None else best_in(self.folder)
+        best = best_beside(located, self.folder) if candidate is None else best_in(self.folder)
         self._writer.adopt(best)
         if is_newest:
             self.folder.point_to_best(best)  # a kill may have come before this

@@ -76,7 +76,7 @@ class DictPart(ObjectPart):
 
     def load(self, saved: SavedState) -> None:
         """Load a saved state. Collective."""
-        self._value.update(saved.receive())
+        self._value.update(saved.receive())  # in place: the script goes on with this dict
 
 
 class LoaderPart(ObjectPart):
@@ -183,6 +183,7 @@ class OptimizerPart(ObjectPart):
     def as_remembered(self, remembered: Any) -> Any:
         """Return the state with the options of parameter groups as they were."""
         state = self.state()
+        # Not strict: the code between two epochs may have added a group.
         groups = [{**group, **options} for group, options in zip(state[GROUPS], remembered, strict=False)]
         return {**state, GROUPS: groups}
 

@@ -62,7 +62,7 @@ class Portion(NamedTuple):
     shards: Shards = Shards({}, {}, {}, {})
 
     def copied(self, copy: Callable[[Any], Any]) -> Portion:
-        """Return the portion with copies of the tensors, given what copies nested state."""
+        """Return the portion with copies of its tensors, given a function that copies nested state."""
         parts, values = copy((self.parts, self.shards.values))
         return Portion(parts, self.shards._replace(values=values))
 
