@@ -48,10 +48,6 @@ class ObjectPart(StatePart):
         """Return the state to save, given this rank's state. Collective."""
         return state
 
-    def collect(self) -> Any:
-        """Return the state to save. Collective."""
-        return self.complete(self.state())
-
     def load(self, saved: SavedState) -> None:
         """Load a saved state. Collective."""
         self._value.load_state_dict(saved.receive())
@@ -129,7 +125,8 @@ class ModulePart(ObjectPart):
         now = self.state()
         state = saved.receive(into=now)
         if not hasattr(state, "_metadata"):  # several ranks have not saved the versions of its layers
-            state = _with_values(now, state)
+            values, state = state, copy.copy(now)
+            state.update(values)
         self.module.load_state_dict(state)
 
     def remember(self) -> Any:
@@ -225,10 +222,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, (Tensor, Form)):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return "missing" if value is None else type(value).__name__
-
-
-def _with_values(like: Any, values: Mapping[str, Any]) -> Any:
-    """Return a dict of values with the attributes of another, which a module's state has."""
-    made = copy.copy(like)
-    made.update(values)
-    return made

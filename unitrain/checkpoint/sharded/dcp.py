@@ -277,8 +277,8 @@ class Stored:
                 self._unreleased = 0
             kind = entry.dtype, piece.region.sizes
             form = self._forms.get(kind)
-            if form is not None and form.describes(content):
-                return form.tensor_in(content)
+            if form is not None and (tensor := form.tensor_in(content)) is not None:
+                return tensor
             value = torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
             if entry.dtype is not None and _described(value) != kind:
                 wanted, actual = (f"{dtype} {tuple(shape)}" for dtype, shape in (kind, _described(value)))
@@ -320,13 +320,11 @@ class _Form(NamedTuple):
         start = header + 30 + sum(struct.unpack_from("<2H", archive, header + 26))  # the name and what is added to it
         return cls(bytes(archive[:start]), tensor.to("meta"))
 
-    def describes(self, content: Tensor) -> bool:
-        """Return whether an archive has this form."""
-        return bytes(content[: len(self.head)].numpy().data) == self.head
-
-    def tensor_in(self, content: Tensor) -> Tensor:
-        """Return the tensor in an archive of this form, in place."""
+    def tensor_in(self, content: Tensor) -> Tensor | None:
+        """Return the tensor in an archive, in place; None if the archive has another form."""
         start = len(self.head)
+        if bytes(content[:start].numpy().data) != self.head:
+            return None
         return viewed(content[start : start + self.like.nbytes], self.like.dtype, self.like.shape)
 
 
