@@ -43,16 +43,13 @@ class Background:
 
     def run(self, portion: Portion, write: Callable[[Portion], None]) -> Future[None]:
         """Start to write a snapshot of a portion, once the previous one is written."""
-        self.wait()
-        self.under_way = writing = self._thread.submit(write, portion.copied(self._copy))
+        self.wait()  # its memory takes the new one
+        copied = portion.copied(lambda state: snapshot(state, self._snapshot))
+        self._snapshot = copied.parts, copied.shards.values
+        self.under_way = writing = self._thread.submit(write, copied)
         _writing.add(writing)
         writing.add_done_callback(_writing.discard)
         return writing
-
-    def _copy(self, state: Any) -> Any:
-        # The last one is not being written any more: its memory takes the new one.
-        self._snapshot = snapshot(state, self._snapshot)
-        return self._snapshot
 
     @property
     def busy(self) -> bool:
