@@ -44,7 +44,7 @@ class RunPart(ObjectPart):
     names: Callable[[], dict[str, list[Name] | None]]
     seed: int
     restored: Callable[[], None]
-    _reported: set[str] = field(default_factory=set)  # states that nothing has taken, of which a warning was printed
+    _reported: set[str] = field(default_factory=set)  # unused states, with a warning printed
 
     def state(self) -> Any:
         """Return the state of this rank's random number generators."""

@@ -163,7 +163,7 @@ def _grouped(values: Mapping[Keys, Any]) -> list[dict[str, Any]]:
 
 def _split(text: str, keys: Mapping[str, int]) -> tuple[str, Keys]:
     """Return the longest key that a text begins with, and the rest of the text."""
-    parts = text.split(".")  # of which both keys and options may have several
+    parts = text.split(".")  # both keys and options may contain dots
     ends = (end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in keys)
     end = next(ends, len(parts))
     return ".".join(parts[:end]), (".".join(parts[end:]),)
