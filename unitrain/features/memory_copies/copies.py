@@ -191,9 +191,8 @@ class MemoryCopies(StepHook, CheckpointHook):
             writers = ranks.world_size // ranks.sharding.replicas
             number = ranks.rank if ranks.rank < writers else None
         else:  # one rank of each host writes all. Of features' parts, rank 0 alone has the whole
-            leads = store.leader[ranks.rank] == ranks.rank
             is_whole = ranks.is_main or not any(key.startswith(FEATURE) for key in portion.parts)
-            writers, number = 1, 0 if leads and is_whole else None
+            writers, number = 1, 0 if store.leads and is_whole else None
         if number != 0:
             portion = Portion({}, portion.shards) if number else Portion({})
         if self._background is None and self._off(self._refusal(portion)):
@@ -277,11 +276,10 @@ class MemoryCopies(StepHook, CheckpointHook):
             note: what the note of the part says beside its files.
         """
         store, rank = self._meet(), self._ranks.rank
-        leads = store.leader[rank] == rank
         draft = Draft(store.disk, name)
         try:
             store.make()  # once more: a cleaner of temporary files may have removed it
-            if leads:
+            if store.leads:
                 store.keep_only(name, *kept)
             store.disk.make(name)
             if number is not None:
@@ -289,7 +287,7 @@ class MemoryCopies(StepHook, CheckpointHook):
                 written = write_shards(draft, number, copied.shards)
                 written = {**note, **written, "files": {**files, **written["files"]}}
                 store.disk.put(f"{name}/{NOTE.format(number)}", json.dumps(written).encode())
-            if leads and self._neighbour is not None:
+            if store.leads and self._neighbour is not None:
                 for writer in (writer for writer in range(note["writers"]) if store.leader[writer] == rank):
                     files = awaited_note(draft, writer, self._sockets.config.timeout_s)["files"]
                     self._neighbour.send([f"{name}/{file}" for file in (*files, NOTE.format(writer))])

@@ -98,13 +98,23 @@ def left_copies() -> str:
 class MemoryStore:
     """The folders in the memory of this job's hosts. Collective.
 
-    ``location`` is where the run saves its checkpoints, and ``folder`` the setting ``memory_copies.folder``.
+    Args:
+        ranks: the communicator of this process.
+        location: where the run saves its checkpoints.
+        folder: the setting ``memory_copies.folder``.
+
+    Attributes:
+        disk: the folder of this host.
+        why: the reason why a host can't keep copies; "" if all hosts can.
+        host: the name of each rank's host.
+        leader: the first rank on the host of each rank.
+        leads: whether this rank is the first one on its host.
     """
 
     def __init__(self, ranks: Communicator, location: str, folder: str | None) -> None:
         root = folder_of(location, folder)
         self._ranks = ranks
-        self.disk: Disk = Disk(root, durable=False)  # the folder of this host
+        self.disk: Disk = Disk(root, durable=False)
         host, seen, why = socket.gethostname(), (0, 0), ""
         try:
             status = self.make()
@@ -113,9 +123,10 @@ class MemoryStore:
             why = f"rank {ranks.rank} on {host}: {error}"
         # Ranks in several containers of a host may not see the same folder.
         places = ranks.all_gather_data((host, str(root), seen))
-        self.why: str = first_reason(ranks, why)  # a host can't keep copies
-        self.host: list[str] = [name for name, *_ in places]  # the name of each rank's host
-        self.leader: list[int] = [places.index(place) for place in places]  # the first rank on the host of each rank
+        self.why: str = first_reason(ranks, why)
+        self.host: list[str] = [name for name, *_ in places]
+        self.leader: list[int] = [places.index(place) for place in places]
+        self.leads: bool = self.leader[ranks.rank] == ranks.rank
         self._same_path = len({path for _, path, _ in places}) == 1
 
     def make(self) -> os.stat_result:
@@ -181,11 +192,9 @@ class MemoryStore:
 
     def _copies(self, run: str, settings: dict[str, Any]) -> dict[str, dict[int, Part]]:
         """Return the parts of a run's copies on all hosts, by copy and by the rank that has written. Collective."""
-        ranks = self._ranks
-        leads = self.leader[ranks.rank] == ranks.rank
-        notes: list[Any] = [tuple(note) for note in self._notes(run, settings)] if leads else []
+        notes: list[Any] = [tuple(note) for note in self._notes(run, settings)] if self.leads else []
         copies: dict[str, dict[int, Part]] = {}
-        for holder, of_host in enumerate(ranks.all_gather_data(notes)):
+        for holder, of_host in enumerate(self._ranks.all_gather_data(notes)):
             for note in (Note(*fields) for fields in of_host):
                 part = copies.setdefault(note.copy, {}).setdefault(note.rank, Part(note, []))
                 # Two starts of the run may have made a copy of one name, each on another host.

@@ -34,8 +34,7 @@ class Neighbour:
         self._timeout_s = timeout_s
         self._sending: Connection | None = None
         place: tuple[list[str], int] = ([], 0)
-        leads = store.leader[ranks.rank] == ranks.rank
-        if leads:
+        if store.leads:
             listener = listen(one_host=False, backlog=1)  # only the previous host connects
             place = own_addresses(), listener.getsockname()[1]
             threading.Thread(target=self._keep, args=(listener,), name="unitrain neighbour", daemon=True).start()
