@@ -494,7 +494,7 @@ class Strategy:
             raise UsageError("a strategy has one checkpoint: pass all objects to it, or call its close() first.")
         ranks = self._communicator
         contents = Contents(objects, self._sockets, self._step, self._preparation.keep_random_states)
-        origin = Origin(self.config, config or {}, world_size=ranks.world_size, has_loader=contents.has_loader)
+        origin = Origin(self.config, dict(config or {}), ranks.world_size, contents.has_loader)
         self._checkpoint = Checkpoint(
             contents,
             origin,

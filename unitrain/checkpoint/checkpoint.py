@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from unitrain.checkpoint.hooks import Candidate, CheckpointHook
 from unitrain.checkpoint.origin import Origin
 from unitrain.checkpoint.sharded.loading import CheckpointView, open_on_all
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
-from unitrain.checkpoint.sharded.saving import Shards, divided, gathered, shared_store
+from unitrain.checkpoint.sharded.saving import Portion, divided, gathered, shared_store
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.located import DamagedError, Located, store_at
+from unitrain.checkpoint.store.located import Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
-from unitrain.checkpoint.writer import Together, Writer
+from unitrain.checkpoint.writer import Writer
 from unitrain.errors import CheckpointError, UsageError, by_rank
 from unitrain.job.watch.stopping import RAISE_ERROR, Stopping
 from unitrain.process import print_stderr
@@ -80,12 +80,11 @@ class Checkpoint:
             failed=lambda: stopping.request(RAISE_ERROR),  # all ranks raise the error at their next boundary
         )
         self._is_complete = incomplete  # on purpose, or complete, or told
-        self._looked = False
-        self._shared: Store | None = None  # where all ranks write, if they do
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
         self._epoch_end = EpochEnd(contents, step)
         self._hooks: list[CheckpointHook] = []
         self.closed: bool = False
+        # Now, since at the first save an hour of training could be lost.
         ranks.on_main(lambda: self.folder.claim(contents.nbytes))
         ranks.on_main(self._look)
         step.hooks.add_hook(self._epoch_end)
@@ -106,17 +105,15 @@ class Checkpoint:
         return self._writer.newest
 
     def about(self) -> dict[str, Any]:
-        """Return what manifests say of the run."""
+        """Return the run's entries in manifests."""
         return {**self._origin.about(), "features": {hook.name: dict(hook.label()) for hook in self._hooks}}
 
-    def divided(self, states: Mapping[str, Any]) -> tuple[dict[str, Any], Shards | None]:
-        """Return the states that rank 0 writes alone, and what this rank writes of sharded state, if any. Collective.
+    def divided(self, states: Mapping[str, Any]) -> Portion:
+        """Return this rank's portion of states: those that rank 0 writes alone, and this rank's shards. Collective.
 
         Args:
             states: of all parts by key, as ``contents.collect`` returns them.
         """
-        if not self._communicator.sharding.any:
-            return dict(states), None
         return divided(self._communicator, states, self.contents.modules, self.contents.names)
 
     def save(self, *, best: bool = False) -> None:
@@ -131,7 +128,7 @@ class Checkpoint:
                 rank.
             UsageError: ``best`` differs between ranks; on every rank.
         """
-        if self._step.within_window:
+        if self._step.within_window:  # the gradients of its first micro-batches are in no state
             self._step.at_window_end(lambda: self._save(best=best))
         else:
             self._save(best=best)
@@ -148,10 +145,10 @@ class Checkpoint:
         return self._communicator.on_main(lambda: self.folder.name(self._step.global_step))
 
     def _save(self, *, best: bool = False, remembered: Mapping[str, Any] | None = None) -> None:
-        ranks, writer, step = self._communicator, self._writer, self._step.global_step
+        ranks, step = self._communicator, self._step.global_step
         with ranks.collectives.pulse.within("checkpoint.save"), self._prepared.training_weights():
-            self.wait()
-            if not self._is_complete and step:
+            self.wait()  # raises the error of the previous one
+            if not self._is_complete and step:  # before the first step, no optimizer has been used
                 self._is_complete = True
                 if ranks.is_main:
                     warn_of_missing(self.contents, self._step)
@@ -163,30 +160,34 @@ class Checkpoint:
                     "such as that of a strategy.meter()."
                 )
             with self._step.replicas.shared_weights():
-                states, together = self._collected(remembered)
-                ranks.on_main(lambda: writer.write(step, states, together, self.about(), best=best))
+                self._write(self.contents.collect(remembered), best=best)
             for hook in self._hooks:
                 hook.saved(step)
 
-    def _collected(self, remembered: Mapping[str, Any] | None) -> tuple[dict[str, Any], Together | None]:
-        """Return what rank 0 writes alone, and what each rank writes; or whole states, and None. Collective.
+    def _write(self, states: dict[str, Any], *, best: bool) -> None:
+        """Write a checkpoint of states by key, or start to. Collective."""
+        ranks, step = self._communicator, self._step.global_step
+        draft: Draft | None = None
+        writers = 1
+        shared = self._shared if ranks.sharding.any else None
+        if shared is not None:
+            draft = Draft(shared, ranks.on_main(lambda: self.folder.begin(step).name))
+            portion = self.divided(states)
+            writers = ranks.world_size // ranks.sharding.replicas  # other ranks have the same shards
+            if 0 < ranks.rank < writers:
+                self._writer.write_own(draft, ranks.rank, portion.shards)
+        else:
+            portion = Portion(gathered(ranks, states) if ranks.sharding.any else states)
+        about = self.about()
+        ranks.on_main(lambda: self._writer.write(step, portion, about, best=best, draft=draft, writers=writers))
 
-        Rank 0 alone can write if not all ranks see the folder, or if the store wants few commits.
+    @cached_property
+    def _shared(self) -> Store | None:
+        """The store to which all ranks write; None if rank 0 writes alone. Collective when it is first used.
+
+        Rank 0 alone writes if not all ranks see the folder, or if the store wants few commits.
         """
-        ranks, states = self._communicator, self.contents.collect(remembered)
-        if not ranks.sharding.any:
-            return states, None
-        if not self._looked:
-            self._looked, self._shared = True, shared_store(ranks, self.folder.store)
-        if self._shared is None:
-            return gathered(ranks, states), None
-        draft = Draft(self._shared, ranks.on_main(lambda: self.folder.begin(self._step.global_step).name))
-        alone, shards = self.divided(states)
-        assert shards is not None
-        together = Together(draft, shards, writers=ranks.world_size // ranks.sharding.replicas)
-        if 0 < ranks.rank < together.writers:
-            self._writer.write_own(together, ranks.rank)
-        return alone, together
+        return shared_store(self._communicator, self.folder.store)
 
     def discard(self) -> None:
         """Remove all checkpoints of earlier runs from the folder. Collective."""
@@ -234,15 +235,15 @@ class Checkpoint:
         ranks, contents = self._communicator, self.contents
         with ranks.collectives.pulse.within("checkpoint.resume"), self._prepared.training_weights():
             ranks.on_main(self._writer.finish)  # what this run saves in the background may be what it goes back to
-            candidates = [] if path is not None else [one for hook in self._hooks for one in hook.candidates()]
-            view = self._open(Search(self.folder, path, [one.found for one in candidates]), force=force)
+            candidates = [] if path is not None else [copy for hook in self._hooks for copy in hook.candidates()]
+            view = self._open(Search(self.folder, path, [copy.located for copy in candidates]), force=force)
             if view is None:
                 return False
-            contents.check_others(view.outlines, force=force)
             changed = self._origin.changed_settings(view.manifest)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             folder, place = ranks.on_main(lambda: self._settle(view, candidates, is_newest=path is None))
+            # In a run that goes back, its schedulers have changed the options.
             replaced = [] if self._step.global_step else contents.replaced_options(view.outlines)
             contents.load(view)
             step = self._step.global_step
@@ -251,7 +252,7 @@ class Checkpoint:
                 hook.resumed(step, folder)
             view.close()
         if view.saved is not None:  # on rank 0
-            print_stderr(f"unitrain: resumed after step {step}, from {view.saved.found}{place}")
+            print_stderr(f"unitrain: resumed after step {step}, from {view.saved.located}{place}")
             if replaced:
                 print_stderr(
                     f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
@@ -267,8 +268,8 @@ class Checkpoint:
         ranks, contents = self._communicator, self.contents
 
         def open_next() -> OpenCheckpoint | None:
-            found = search.next(opened)
-            return None if found is None else contents.fitted(found)
+            saved = search.next(opened)
+            return None if saved is None else contents.fitted(saved)
 
         while (view := open_on_all(ranks, open_next)) is not None:
             changed = self._origin.changed_settings(view.manifest)
@@ -277,60 +278,48 @@ class Checkpoint:
                     f"the run in {self.folder} was trained with other settings: {'; '.join(changed)}. Use the same "
                     "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
                 )
-            contents.check_fits(view.manifest, view.outlines)
-            contents.order_by_name(view)
+            contents.fit(view, force=force)
             damage = view.verify()
-            if damage is None:
+            if not damage:
                 return view
             view.close()
             ranks.on_main(partial(search.reject, damage))
         return None
 
-    def go_back(self, found: Located | None) -> bool:
+    def go_back(self, located: Located | None) -> bool:
         """Put modules and optimizers back as they are in a checkpoint of this start of the run. Collective.
 
         All else stays: positions of loaders, options of optimizers, random number generators, the number of steps.
 
         Args:
-            found: the checkpoint, on rank 0.
+            located: the checkpoint, on rank 0.
 
         Returns:
-            False if it is damaged.
+            False if there is none, or it is damaged.
         """
-
-        def open_it() -> OpenCheckpoint | None:
-            try:
-                return None if found is None else opened(found)
-            except DamagedError as error:
-                print_stderr(f"unitrain: {error}")
-                return None
-
+        candidates = [] if located is None else [located]
         with self._prepared.training_weights():
-            view = open_on_all(self._communicator, open_it)
+            view = self._open(Search(self.folder, first=candidates, only=True), force=True)
             if view is None:
                 return False
-            damage = view.verify()
-            if damage is None:
-                self.contents.load_trained(view)
-            elif self._communicator.is_main:
-                print_stderr(f"unitrain: {damage}")
+            self.contents.load_trained(view)
             view.close()
-        return damage is None
+        return True
 
     def _settle(self, view: CheckpointView, candidates: list[Candidate], *, is_newest: bool) -> tuple[str, str]:
         """Adopt a checkpoint. Return the folder of the candidate that it is ("" if none), and the message's end."""
         assert view.saved is not None
-        found, newest = view.saved.found, next(iter(self.folder.steps()), 0)
-        candidate = next((one for one in candidates if one.found is found), None)
+        located, newest = view.saved.located, next(iter(self.folder.steps()), 0)
+        candidate = next((copy for copy in candidates if copy.located is located), None)
         self._unclaimed = None
-        best = best_beside(found.manifest, self.folder) if candidate is None else best_in(self.folder)
+        best = best_beside(located, self.folder) if candidate is None else best_in(self.folder)
         self._writer.adopt(best)
         if is_newest:
             self.folder.point_to_best(best)  # a kill may have come before this
         if candidate is None:
             return "", ""
-        newer = f"{found.manifest.step - newest} steps after the newest checkpoint in {self.folder}"
-        return found.folder, f", {candidate.place}: {newer}"
+        newer = f"{located.manifest.step - newest} steps after the newest checkpoint in {self.folder}"
+        return located.folder, f", {candidate.place}: {newer}"
 
     def close(self) -> None:
         """Wait for the background writer, and end it. Collective. Further calls do nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from unitrain.checkpoint.names import GROUPS, Name, keys_of, numbers_before
 from unitrain.checkpoint.objects import LoaderPart, ModulePart, ObjectPart, OptimizerPart, part_of
 from unitrain.checkpoint.sharded.loading import CheckpointView
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint
-from unitrain.checkpoint.store.located import RUN, Manifest
+from unitrain.checkpoint.store.located import RUN
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import SentState, needed
 from unitrain.errors import CheckpointError, UsageError
@@ -23,36 +24,27 @@ from unitrain.training.loop.step import TrainingStep
 from unitrain.training.state_parts import FEATURE, StatePart, States
 
 
+@dataclass(eq=False)
 class RunPart(ObjectPart):
     """The state of the run itself: its number of steps, random number generators, and small states of features.
 
-    Args:
+    Attributes:
         communicator: the communicator of this process.
         step: counts the steps.
         states: small states by name.
+        names: returns the names of the parameters of each optimizer.
         seed: of the random number generators, on another number of ranks.
-        objects: the parts of the script's objects.
         restored: called when random number generators have been restored.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        step: TrainingStep,
-        states: States,
-        objects: Mapping[str, ObjectPart],
-        *,
-        seed: int,
-        restored: Callable[[], None],
-    ) -> None:
-        super().__init__(RUN, None)
-        self._ranks = communicator
-        self._step = step
-        self._states = states
-        self._objects = objects
-        self._seed = seed
-        self._restored = restored
-        self._told: set[str] = set()  # of states that nothing has taken
+    name = RUN
+    communicator: Communicator
+    step: TrainingStep
+    states: States
+    names: Callable[[], dict[str, list[Name] | None]]
+    seed: int
+    restored: Callable[[], None]
+    _reported: set[str] = field(default_factory=set)  # unused states, with a warning printed
 
     def state(self) -> Any:
         """Return the state of this rank's random number generators."""
@@ -63,28 +55,29 @@ class RunPart(ObjectPart):
 
         Warn of small states that were loaded, and that nothing in this run has taken until now.
         """
-        if self._ranks.is_main:
-            for name in self._states.waiting.keys() - self._told:
+        if self.communicator.is_main:
+            for name in self.states.waiting.keys() - self._reported:
                 _warn_of_unknown(name)
-        self._told = set(self._states.waiting)
+        self._reported = set(self.states.waiting)
         return {
-            "steps": self._step.global_step,
-            "features": self._states.collect(),
-            "random": self._ranks.all_gather_object(state),
-            "names": _names(self._objects),
+            "steps": self.step.global_step,
+            "features": self.states.collect(),
+            "random": self.communicator.all_gather_object(state),
+            "names": self.names(),
         }
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
-        rank = self._ranks.rank
+        rank = self.communicator.rank
         state = saved.receive(new=needed(lambda path: path[0] != "random" or path[1] == rank))
-        self._step.global_step = state["steps"]
-        self._states.load(state.get("features", {}))
-        if len(state["random"]) == self._ranks.world_size:
+        self.step.global_step = state["steps"]
+        self.states.load(state.get("features", {}))
+        # Of another number of ranks, no generator is this rank's: two ranks could draw the same numbers.
+        if len(state["random"]) == self.communicator.world_size:
             rng.restore(state["random"][rank])
         else:
-            seed_rank(self._seed, state["steps"], rank)
-        self._restored()
+            seed_rank(self.seed, state["steps"], rank)
+        self.restored()
 
 
 class Contents:
@@ -126,13 +119,13 @@ class Contents:
         }
         originals = {**objects, **self.modules}
         self._of_features = [part for make in sockets.parts if (part := make(originals)) is not None]
-        self._run = RunPart(ranks, step, sockets.states, self.of_objects, seed=sockets.config.seed, restored=restored)
+        self._run = RunPart(ranks, step, sockets.states, lambda: self.names, sockets.config.seed, restored)
         self._is_main = ranks.is_main
 
     @property
     def modules(self) -> dict[str, nn.Module]:
         """The original modules."""
-        return _modules(self.of_objects)
+        return {name: part.module for name, part in self.of_objects.items() if isinstance(part, ModulePart)}
 
     @property
     def optimizers(self) -> dict[str, OptimizerPart]:
@@ -142,7 +135,8 @@ class Contents:
     @property
     def names(self) -> dict[str, list[Name] | None]:
         """The names of the parameters of each optimizer."""
-        return _names(self.of_objects)
+        modules = self.modules
+        return {name: part.names(modules) for name, part in self.optimizers.items()}
 
     @property
     def has_loader(self) -> bool:
@@ -172,15 +166,15 @@ class Contents:
         return states
 
     def remember(self) -> dict[str, Any]:
-        """Return copies of what the code between two epochs may change, by key."""
+        """Copy the states that code between two epochs may change. Return the copies by key."""
         return {part.key: part.remember() for part in (*self.of_objects.values(), self._run)}
 
     def fitted(self, saved: OpenCheckpoint) -> OpenCheckpoint:
-        """Return what another tool has written with the names of this run's objects, or what a run has as it is.
+        """Give the states that another tool has written the names of this run's objects; leave those of a run.
 
         Raises CheckpointError if a module or an optimizer is missing. A model may have been saved without name.
         """
-        if saved.found.manifest.files:
+        if saved.located.manifest.files:
             return saved
         wanted = [*self.modules, *self.optimizers]
         parts = dict(saved.parts)
@@ -189,16 +183,24 @@ class Contents:
             parts[missing.pop()] = parts[""]
         if missing:
             raise CheckpointError(
-                f"{saved.found} has {', '.join(sorted(filter(None, saved.parts.keys() - {RUN})))}, but no "
+                f"{saved.located} has {', '.join(sorted(filter(None, saved.parts.keys() - {RUN})))}, but no "
                 f"{missing[0]}: name modules and optimizers in strategy.checkpoint as their keys begin there. Nothing "
                 "was loaded."
             )
         return saved._replace(parts={name: state for name, state in parts.items() if name in (RUN, *wanted)})
 
-    def check_fits(self, manifest: Manifest, outlines: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless the outlines of saved states fit this run's objects."""
+    def fit(self, view: CheckpointView, *, force: bool) -> None:
+        """Put optimizers' parameters in the order of this run. Raise CheckpointError unless saved states fit this run.
+
+        States of features that this run does not use are left out, with a warning.
+
+        Args:
+            view: the checkpoint.
+            force: whether to load what can be loaded of features' states that don't fit.
+        """
+        outlines = view.outlines
         # Another tool has saved modules and optimizers only.
-        expected = self.of_objects if manifest.files else {**self.modules, **self.optimizers}
+        expected = self.of_objects if view.manifest.files else {**self.modules, **self.optimizers}
         saved = {key for key in outlines if key != RUN and not key.startswith(FEATURE)}
         if set(expected) != saved:
             raise CheckpointError(
@@ -207,22 +209,15 @@ class Contents:
             )
         for name in expected:
             self.of_objects[name].check(outlines[name], force=False)
-
-    def check_others(self, outlines: Mapping[str, Any], *, force: bool) -> None:
-        """Raise CheckpointError unless the saved states of features fit this run. Warn of those that it does not use.
-
-        Args:
-            outlines: of all saved states, by key.
-            force: whether to load what can be loaded of states that don't fit.
-        """
-        known = {part.key: part for part in self._of_features}
-        for key in filter(outlines.__contains__, known):
-            known[key].check(outlines[key], force=force)
-        for key in outlines if self._is_main else ():
-            if key.startswith(FEATURE) and key not in known:
+        self._order_by_name(view)  # features have states of these parameters, too
+        of_features = {part.key: part for part in self._of_features}
+        for key in (key for key in outlines if key.startswith(FEATURE)):
+            if key in of_features:
+                of_features[key].check(outlines[key], force=force)
+            elif self._is_main:
                 _warn_of_unknown(key.removeprefix(FEATURE))
 
-    def order_by_name(self, view: CheckpointView) -> None:
+    def _order_by_name(self, view: CheckpointView) -> None:
         """Put the saved state of each optimizer's parameters in the order that they have now.
 
         Raises CheckpointError if a parameter group has other parameters.
@@ -231,10 +226,10 @@ class Contents:
         for name, now in self.names.items():
             saved = outlines[RUN]["names"].get(name)
             if saved is None or now is None or saved == keys_of(None, len(saved)):
-                continue
-            own = keys_of(now, len(now)) if isinstance(saved[0], str) else now
-            if saved != own:
-                order = numbers_before(name, outlines[name][GROUPS], saved, own)
+                continue  # there are only numbers to go by
+            named = keys_of(now, len(now)) if isinstance(saved[0], str) else now
+            if saved != named:
+                order = numbers_before(name, outlines[name][GROUPS], saved, named)
                 parts: list[StatePart] = [self.of_objects[name], *self._of_features]
                 for states in (outlines,) if view.saved is None else (outlines, view.saved.parts):
                     states.update(
@@ -243,8 +238,8 @@ class Contents:
 
     def replaced_options(self, outlines: Mapping[str, Any]) -> list[str]:
         """Return which options of the script's optimizers the outlines of a checkpoint replace, for a message."""
-        found = [option for name, part in self.optimizers.items() for option in part.replaced_options(outlines[name])]
-        return sorted(set(found))
+        parts = self.optimizers.items()
+        return sorted({option for name, part in parts for option in part.replaced_options(outlines[name])})
 
     def load(self, view: CheckpointView) -> None:
         """Load the states of a checkpoint. Collective."""
@@ -262,15 +257,6 @@ class Contents:
                 part.load_with_options(view.state(name))
             elif isinstance(part, ModulePart):
                 part.load(view.state(name))
-
-
-def _modules(objects: Mapping[str, ObjectPart]) -> dict[str, nn.Module]:
-    return {name: part.module for name, part in objects.items() if isinstance(part, ModulePart)}
-
-
-def _names(objects: Mapping[str, ObjectPart]) -> dict[str, list[Name] | None]:
-    modules = _modules(objects)
-    return {name: part.names(modules) for name, part in objects.items() if isinstance(part, OptimizerPart)}
 
 
 def _warn_of_unknown(name: str) -> None:

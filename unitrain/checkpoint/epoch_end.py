@@ -15,14 +15,14 @@ from unitrain.training.loop.step import TrainingStep
 
 
 class EpochEnd(StepHook):
-    """Remembers what the code after the loop over batches may change, at the end of each training iteration."""
+    """Copies the states that code after the loop over batches may change, at the end of each training iteration."""
 
     place = 90
 
     def __init__(self, contents: Contents, step: TrainingStep) -> None:
         self._contents = contents
         self._step = step
-        self._last: tuple[int, dict[str, Any]] | None = None  # the number of steps, and what was remembered then
+        self._last: tuple[int, dict[str, Any]] | None = None  # the number of steps, and the copies
 
     def at_epoch_end(self) -> None:
         """Copy the small states of the run."""
@@ -30,7 +30,7 @@ class EpochEnd(StepHook):
 
     @property
     def pending(self) -> dict[str, Any] | None:
-        """What was remembered, while what follows the iteration in the script is not done yet; else None."""
+        """The copies, until the script begins the next epoch; else None."""
         if self._last is None or not self._step.batches.between_epochs or self._last[0] != self._step.global_step:
             return None
         return self._last[1]

@@ -25,11 +25,12 @@ from unitrain.url import parsed
 def save(communicator: Communicator, prepared: PreparedModules, value: Any, path: str | Path) -> None:
     """See ``Strategy.save``."""
     store, name = _file_at(path)
-    modules = [one for _, one in leaves(value) if isinstance(one, nn.Module)]
+    modules = [leaf for _, leaf in leaves(value) if isinstance(leaf, nn.Module)]
     if len(set(communicator.all_gather_object(len(modules)))) > 1:
         raise UsageError("save() got modules on some ranks only: pass the same objects on every rank.")
     # Rank 0's state is written, so its running statistics must cover the samples of all ranks.
     batch_norm.average_statistics(modules, communicator, prepared.shares)
+    # Here, since all ranks take part, and only rank 0 writes.
     states = gathered(communicator, _states(prepared, value)) if communicator.sharding.any else None
 
     def write() -> None:
@@ -58,10 +59,10 @@ def load(communicator: Communicator, path: str | Path) -> Any:
 def _states(prepared: PreparedModules, value: Any) -> Any:
     """Return nested values with states in place of the objects that have one. Keys have no prefixes of wrappers."""
 
-    def state(one: Any) -> Any:
-        if isinstance(one, nn.Module):
-            return prepared.unwrap(one).state_dict()
-        return one.state_dict() if callable(getattr(one, "state_dict", None)) else one
+    def state(leaf: Any) -> Any:
+        if isinstance(leaf, nn.Module):
+            return prepared.unwrap(leaf).state_dict()
+        return leaf.state_dict() if callable(getattr(leaf, "state_dict", None)) else leaf
 
     return rebuilt(value, state)
 

@@ -1,4 +1,4 @@
-"""What features do at the checkpoints of a run: a hook with fixed names."""
+"""``CheckpointHook``: lets features act when a run is saved and resumed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unitrain.checkpoint.store.located import Located
 class Candidate(NamedTuple):
     """A checkpoint outside of the run's folder, from which the run may be resumed."""
 
-    found: Located
+    located: Located
     place: str  # where it is, for a message
 
 
 class CheckpointHook:
-    """Base class of what is told of a run's checkpoints. A subclass overrides what it needs.
+    """Base class of hooks that are called when a run is saved and resumed. A subclass overrides the methods it needs.
 
     All methods but ``abandon`` are called on all ranks, and may be collective.
 
@@ -31,7 +31,7 @@ class CheckpointHook:
         return {}
 
     def candidates(self) -> list[Candidate]:
-        """Return on rank 0 what is newer than the newest checkpoint in the folder, the newest first."""
+        """Return candidates that are newer than the folder's newest checkpoint, the newest first; on rank 0."""
         return []
 
     def resumed(self, step: int, folder: str) -> None:
@@ -47,4 +47,4 @@ class CheckpointHook:
         """The checkpoint is closed, or the run has stopped and is saved. It may be called twice."""
 
     def abandon(self) -> None:
-        """End what runs in the background without waiting for it: the run fails. Not collective."""
+        """End threads without waiting for their work: the run fails. Not collective."""

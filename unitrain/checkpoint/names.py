@@ -24,9 +24,10 @@ Keys = tuple[Any, ...]
 
 def names_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> list[Name] | None:
     """Return the names of an optimizer's parameters, in the order of its groups; None if no module has one of them."""
+    # Sorted, so that a parameter of two modules has the same name however a script orders them.
     names = {p: [name, key] for name in sorted(modules) for key, p in modules[name].named_parameters()}
-    found = [names.get(parameter) for group in optimizer.param_groups for parameter in group[PARAMS]]
-    return [name for name in found if name is not None] if all(found) else None
+    of_groups = [names.get(parameter) for group in optimizer.param_groups for parameter in group[PARAMS]]
+    return [name for name in of_groups if name is not None] if all(of_groups) else None
 
 
 def keys_of(names: Sequence[Name] | None, parameters: int) -> list[str]:
@@ -38,34 +39,34 @@ def keys_of(names: Sequence[Name] | None, parameters: int) -> list[str]:
 
 
 def numbers_before(
-    optimizer: str, groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], own: Sequence[Any]
+    optimizer: str, groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], now: Sequence[Any]
 ) -> list[int]:
     """Return the number in a saved state of each parameter of this run, given their names then and now.
 
     Raises CheckpointError if a parameter group has other parameters.
     """
-    before: list[int] = []
+    order: list[int] = []
     for group in groups:
         numbers = {_shown(saved[number]): number for number in group[PARAMS]}
-        for name in map(_shown, own[len(before) : len(before) + len(group[PARAMS])]):
+        for name in map(_shown, now[len(order) : len(order) + len(group[PARAMS])]):
             if name not in numbers:
                 raise CheckpointError(
                     f"{optimizer} has {name} in this run, but not in the same parameter group of the checkpoint: give "
                     "the optimizer the same parameters. Nothing was loaded."
                 )
-            before.append(numbers[name])
-    return before
+            order.append(numbers[name])
+    return order
 
 
 def _shown(name: str | Name) -> str:
     return name if isinstance(name, str) else ".".join(name)
 
 
-def in_order(state: Mapping[str, Any], before: Sequence[int]) -> dict[str, Any]:
-    """Return an optimizer's state, or its outline, with its parameters renumbered, given the number of each before."""
+def in_order(state: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+    """Return an optimizer's state, or its outline, with its parameters renumbered, given the number that each had."""
     numbered = count()
     groups = [{**group, PARAMS: [next(numbered) for _ in group[PARAMS]]} for group in state[GROUPS]]
-    states = {now: state[STATE][then] for now, then in enumerate(before) if then in state[STATE]}
+    states = {now: state[STATE][then] for now, then in enumerate(order) if then in state[STATE]}
     return {**state, STATE: states, GROUPS: groups}
 
 
@@ -79,9 +80,9 @@ def joined(path: Keys) -> str:
 
 def optimizer_values(name: str, state: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[Keys, Any]]:
     """Yield the values in an optimizer's state with their paths, given how DCP names the parameters."""
-    for number, its in state[STATE].items():
-        if isinstance(its, dict):  # else another rank has it
-            yield from _nested((name, STATE, keys[number]), its)
+    for number, values in state[STATE].items():
+        if isinstance(values, dict):  # else another rank has it
+            yield from _nested((name, STATE, keys[number]), values)
     for number, group in enumerate(state[GROUPS]):
         named = {**group, PARAMS: [keys[parameter] for parameter in group[PARAMS]]}
         yield from (((name, GROUPS, number, option), value) for option, value in named.items())
@@ -150,18 +151,19 @@ def _grouped(values: Mapping[Keys, Any]) -> list[dict[str, Any]]:
             key, _, option = path[0].removeprefix(f"{GROUPS}.").rpartition(".")
             options.setdefault(key, {})[option] = value
     groups: list[dict[str, Any]] = []
-    for key, own in options.items():
-        group = next((one for one in groups if {**one, PARAMS: None} == {**own, PARAMS: None}), None)
+    for key, of_key in options.items():
+        # One group for all parameters with these options, as there was most likely when they were saved.
+        group = next((group for group in groups if {**group, PARAMS: None} == {**of_key, PARAMS: None}), None)
         if group is None:
-            groups.append({**own, PARAMS: [key]})
+            groups.append({**of_key, PARAMS: [key]})
         else:
             group[PARAMS].append(key)
     return groups
 
 
 def _split(text: str, keys: Mapping[str, int]) -> tuple[str, Keys]:
-    """Return the longest key that a text begins with, and what follows."""
-    parts = text.split(".")
+    """Return the longest key that a text begins with, and the rest of the text."""
+    parts = text.split(".")  # both keys and options may contain dots
     ends = (end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in keys)
     end = next(ends, len(parts))
     return ".".join(parts[:end]), (".".join(parts[end:]),)

@@ -45,19 +45,15 @@ class ObjectPart(StatePart):
         return self._value.state_dict()
 
     def complete(self, state: Any) -> Any:
-        """Return what is to be saved, given this rank's state. Collective."""
+        """Return the state to save, given this rank's state. Collective."""
         return state
-
-    def collect(self) -> Any:
-        """Return the state to save. Collective."""
-        return self.complete(self.state())
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
         self._value.load_state_dict(saved.receive())
 
     def remember(self) -> Any:
-        """Return a copy of what the code between two epochs may change of the state; None if that is nothing."""
+        """Copy the part of the state that code between two epochs may change; None if there is none."""
         state = self.state()
         small = sum(tensor.nbytes for tensor in tensors(state, opened=True)) <= _MOST_BYTES
         return snapshot(state) if small else None
@@ -76,7 +72,7 @@ class DictPart(ObjectPart):
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
-        self._value.update(saved.receive())
+        self._value.update(saved.receive())  # in place: the script goes on with this dict
 
 
 class LoaderPart(ObjectPart):
@@ -92,8 +88,8 @@ class LoaderPart(ObjectPart):
             return state
         of_ranks = self._ranks.all_gather_object(state["seeks"])
         of_kinds = zip(*(of_rank[1:] for of_rank in of_ranks), strict=True)
-        found = [{tuple(seek[:2]): seek for seeks in kind for seek in seeks} for kind in of_kinds]
-        return {**state, "seeks": [of_ranks[0][0], *(list(seeks.values()) for seeks in found)]}
+        by_shard = [{tuple(seek[:2]): seek for seeks in kind for seek in seeks} for kind in of_kinds]
+        return {**state, "seeks": [of_ranks[0][0], *(list(seeks.values()) for seeks in by_shard)]}
 
 
 class ModulePart(ObjectPart):
@@ -129,7 +125,8 @@ class ModulePart(ObjectPart):
         now = self.state()
         state = saved.receive(into=now)
         if not hasattr(state, "_metadata"):  # several ranks have not saved the versions of its layers
-            state = _with_values(now, state)
+            values, state = state, copy.copy(now)
+            state.update(values)
         self.module.load_state_dict(state)
 
     def remember(self) -> Any:
@@ -152,7 +149,7 @@ class OptimizerPart(ObjectPart):
         """Raise CheckpointError unless the saved parameter groups are as large as the optimizer's."""
         _check_is_state(self.name, outline)
         groups = self.optimizer.param_groups, outline.get(GROUPS, [])
-        now, saved = ([len(group.get(PARAMS, [])) for group in one] for one in groups)
+        now, saved = ([len(group.get(PARAMS, [])) for group in side] for side in groups)
         if now != saved:
             raise CheckpointError(
                 f"{self.name} has parameter groups of {saved} parameters in the checkpoint, but of {now} in this run. "
@@ -183,6 +180,7 @@ class OptimizerPart(ObjectPart):
     def as_remembered(self, remembered: Any) -> Any:
         """Return the state with the options of parameter groups as they were."""
         state = self.state()
+        # Not strict: the code between two epochs may have added a group.
         groups = [{**group, **options} for group, options in zip(state[GROUPS], remembered, strict=False)]
         return {**state, GROUPS: groups}
 
@@ -224,10 +222,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, (Tensor, Form)):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return "missing" if value is None else type(value).__name__
-
-
-def _with_values(like: Any, values: Mapping[str, Any]) -> Any:
-    """Return a dict of values with the attributes of another, which a module's state has."""
-    made = copy.copy(like)
-    made.update(values)
-    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -12,10 +13,11 @@ from unitrain.checkpoint.store.located import Manifest
 from unitrain.config import StrategyConfig, flattened
 
 
+@dataclass(frozen=True)
 class Origin:
     """The settings of a run, for the manifests of its checkpoints, and to compare with another start.
 
-    Args:
+    Attributes:
         settings: the strategy's settings.
         config: the script's settings, as plain data.
         world_size: number of processes.
@@ -23,32 +25,30 @@ class Origin:
             number of micro-batches.
     """
 
-    def __init__(
-        self, settings: StrategyConfig, config: Mapping[str, Any], *, world_size: int, has_loader: bool
-    ) -> None:
-        self._settings = settings
-        self._config = dict(config)
-        self._world_size = world_size
-        self._compared = [*settings.names_fixed(), *(() if has_loader else ("accumulate",))]
+    settings: StrategyConfig
+    config: Mapping[str, Any]
+    world_size: int
+    has_loader: bool
 
     def about(self) -> dict[str, Any]:
-        """Return what a manifest says of the run."""
+        """Return the run's entries in a manifest."""
         return {
             "unitrain": version("unitrain"),
             "torch": torch.__version__,
-            "world_size": self._world_size,
-            "strategy": self._settings.model_dump(mode="json"),
-            "config": self._config,
+            "world_size": self.world_size,
+            "strategy": self.settings.model_dump(mode="json"),
+            "config": dict(self.config),
         }
 
     def changed_settings(self, manifest: Manifest) -> list[str]:
         """Return the settings that affect training and differ from a checkpoint, with both values."""
         if not manifest.strategy:
             return []  # of another tool, which has none of them
-        now = flattened(self._settings.model_dump(mode="json"))
+        now = flattened(self.settings.model_dump(mode="json"))
         # What the checkpoint's version of the settings did not have was as it is by default.
-        saved = {**flattened(type(self._settings)().model_dump(mode="json")), **flattened(manifest.strategy)}
-        pairs = [(f"strategy.{name}", saved[name], now[name]) for name in self._compared]
-        names = dict.fromkeys([*manifest.config, *self._config])
-        pairs += [(name, manifest.config.get(name), self._config.get(name)) for name in names]
-        return [f"{name} was {before!r} and is now {after!r}" for name, before, after in pairs if before != after]
+        saved = {**flattened(type(self.settings)().model_dump(mode="json")), **flattened(manifest.strategy)}
+        compared = [*self.settings.names_fixed(), *(() if self.has_loader else ("accumulate",))]
+        pairs = [(f"strategy.{name}", saved[name], now[name]) for name in compared]
+        names = dict.fromkeys([*manifest.config, *self.config])
+        pairs += [(name, manifest.config.get(name), self.config.get(name)) for name in names]
+        return [f"{name} was {old!r} and is now {new!r}" for name, old, new in pairs if old != new]

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint.sharded.saving import Shards, write_all, write_own
+from unitrain.checkpoint.sharded.saving import Portion, Shards, write_all, write_own
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.data.structure import rebuilt, tensors
 from unitrain.device import streams_of
@@ -33,27 +33,20 @@ os.register_at_fork(after_in_child=_writing.clear)
 _STAYS = ("cpu", "meta")  # devices with tensors that are written as they are
 
 
-class Together(NamedTuple):
-    """A checkpoint that several ranks write, as one of them sees it."""
-
-    draft: Draft
-    shards: Shards  # what this rank writes
-    writers: int  # the number of ranks that write
-
-
 class Background:
-    """Writes one state after another from host memory, in a thread."""
+    """Writes one portion of a checkpoint after another from host memory, in a thread."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._snapshot: Any = None
         self.under_way: Future[None] | None = None  # what is being written, or was written last
 
-    def run(self, state: Any, write: Callable[[Any], None]) -> Future[None]:
-        """Start to write a snapshot of a state, once the one before is written."""
-        self.wait()
-        self._snapshot = snapshot(state, self._snapshot)
-        self.under_way = writing = self._thread.submit(write, self._snapshot)
+    def run(self, portion: Portion, write: Callable[[Portion], None]) -> Future[None]:
+        """Start to write a snapshot of a portion, once the previous one is written."""
+        self.wait()  # its memory takes the new one
+        copied = portion.copied(lambda state: snapshot(state, self._snapshot))
+        self._snapshot = copied.parts, copied.shards.values
+        self.under_way = writing = self._thread.submit(write, copied)
         _writing.add(writing)
         writing.add_done_callback(_writing.discard)
         return writing
@@ -69,7 +62,7 @@ class Background:
             wait([self.under_way])
 
     def close(self, *, wait: bool) -> None:
-        """End the thread, after what is under way, which is waited for if ``wait`` is set."""
+        """End the thread after the write under way. Wait for that if ``wait`` is set."""
         self._thread.shutdown(wait=wait)
 
 
@@ -104,10 +97,9 @@ class Writer:
         self._patience_s = patience_s
         self._failed = failed
         self._background = Background("checkpoint") if background else None
-        self._began = False
         self._under_way: Future[None] | None = None  # written in the background, and not finished yet
         self._best: int | None = None  # the best checkpoint that is complete; on rank 0 only
-        self._resumed_from: int | None = None
+        self._branched_at: int | None = None  # the step from which the run has resumed, until it saves again
         self.newest: int | None = None
 
     def look(self) -> int | None:
@@ -127,60 +119,50 @@ class Writer:
         self._best = self.newest = None
 
     def write(
-        self, step: int, parts: dict[str, Any], together: Together | None, about: Mapping[str, Any], *, best: bool
+        self, step: int, portion: Portion, about: Mapping[str, Any], *, best: bool, draft: Draft | None, writers: int
     ) -> None:
-        """Write what rank 0 writes alone and what several ranks write, or start to. On rank 0.
+        """Write a checkpoint, or start to. On rank 0.
 
         Args:
             step: the number of steps, which is the name of the checkpoint.
-            parts: states by key.
-            together: what several ranks write, if they do.
-            about: what the manifest says of the run.
+            portion: rank 0's.
+            about: the run's entries in the manifest.
             best: whether it is the best checkpoint so far.
+            draft: where the ranks write it together; None if rank 0 writes alone.
+            writers: the number of ranks that write.
         """
-        values = {} if together is None else together.shards.values
-        self._run((parts, values), lambda copies: self._write(step, copies[0], together, copies[1], about, best))
 
-    def write_own(self, together: Together, rank: int) -> None:
+        def others(shards: Shards) -> Mapping[str, Any]:
+            return {} if draft is None else write_all(draft, shards, writers, self._patience_s)
+
+        def write(copied: Portion) -> None:
+            best_step = step if best else self._best
+            self.folder.check()
+            if self._branched_at is not None:
+                for newer in self.folder.steps():  # later ones of this run would not be the newest
+                    if newer > self._branched_at:
+                        self.folder.remove(newer)
+                self._branched_at = None
+            entries = {**about, "best": best_step}
+            self.folder.write(step, copied.parts, entries, draft, partial(others, copied.shards))
+            self.newest = step
+            self._best = best_step  # not earlier: the previous best one is kept if this one can't be written
+            self.folder.point_to_best(best_step)
+            self.folder.prune(self._keep, best_step)
+
+        self._run(portion, write)
+
+    def write_own(self, draft: Draft, rank: int, shards: Shards) -> None:
         """Write this rank's file of a checkpoint, or start to. Not on rank 0."""
-        draft, shards = together.draft, together.shards
-        self._run(shards.values, lambda values: write_own(draft, rank, shards._replace(values=values)))
+        self._run(Portion({}, shards), lambda copied: write_own(draft, rank, copied.shards))
 
-    def _run(self, state: Any, write: Callable[[Any], None]) -> None:
-        """Write a state from host memory, or start to write a snapshot of it."""
+    def _run(self, portion: Portion, write: Callable[[Portion], None]) -> None:
+        """Write a portion from host memory, or start to write a snapshot of it."""
         if self._background is None:
-            write(on_host(state))
+            write(portion.copied(on_host))
             return
-        self._under_way = writing = self._background.run(state, write)
+        self._under_way = writing = self._background.run(portion, write)
         writing.add_done_callback(lambda done: None if done.exception() is None else self._failed())
-
-    def _write(
-        self,
-        step: int,
-        parts: dict[str, Any],
-        together: Together | None,
-        values: dict[str, Any],
-        about: Mapping[str, Any],
-        best: bool,
-    ) -> None:
-        best_step = step if best else self._best
-        about = {**about, "best": best_step}
-        self.folder.check()
-        if not self._began and self._resumed_from is not None:
-            for newer in self.folder.steps():  # later ones of this run would not be the newest
-                if newer > self._resumed_from:
-                    self.folder.remove(newer)
-        self._began = True
-        if together is None:
-            self.folder.write(step, parts, about)
-        else:
-            shards = together.shards._replace(values=values)
-            others = partial(write_all, together.draft, shards, together.writers, self._patience_s)
-            self.folder.write(step, parts, about, together.draft, others)
-        self.newest = step
-        self._best = best_step  # not before: what was the best is kept if this one can't be written
-        self.folder.point_to_best(best_step)
-        self.folder.prune(self._keep, best_step)
 
     def finish(self) -> None:
         """Wait until the checkpoint in the background is written. Raises CheckpointError if it could not be."""
@@ -191,17 +173,16 @@ class Writer:
 
     def go_on_from(self, step: int) -> None:
         """Continue with the checkpoint of a step, as a branch of its own: later checkpoints are another's."""
-        self._resumed_from = step
-        self._began = False
+        self._branched_at = step
 
     def close(self, *, wait: bool) -> None:
-        """End the background, after what is under way, which is waited for if ``wait`` is set. Release the folder."""
+        """End the background thread after the write under way. Wait for that if ``wait`` is set. Release the folder."""
         if self._background is not None:
             self._background.close(wait=wait)
         self._release()
 
     def _release(self) -> None:
-        """Let other jobs use the folder, once what is under way is written."""
+        """Let other jobs use the folder, after the write under way."""
         if self._under_way is None:
             self.folder.release()
         else:
@@ -211,36 +192,37 @@ class Writer:
 # -------------------------------------------------------------------------------------------------------- host memory
 
 
-def snapshot(state: Any, before: Any = None) -> Any:
+def snapshot(state: Any, earlier: Any = None) -> Any:
     """Return a copy of nested state in host memory.
 
     Tensors on a GPU are copied asynchronously into pinned memory, and synchronised once at the end. An earlier snapshot
     becomes invalid: its memory is reused where shape and dtype are the same, as most of the cost is that of new memory.
     """
     devices: set[torch.device] = set()
-    copied = _copy(state, before, devices)
+    copied = _copy(state, earlier, devices)
     for device in devices:
         streams_of(device).current_stream(device).synchronize()
     return copied
 
 
-def _copy(value: Any, before: Any, devices: set[torch.device]) -> Any:
+def _copy(value: Any, earlier: Any, devices: set[torch.device]) -> Any:
     """Start to copy, and add the GPUs that are copied from to ``devices``."""
     if isinstance(value, Tensor):
         if value.is_meta:
             return value
-        beside = streams_of(value.device) is not None
-        if beside:
+        on_gpu = streams_of(value.device) is not None
+        if on_gpu:
             devices.add(value.device)
-        if not isinstance(before, Tensor) or (before.shape, before.dtype) != (value.shape, value.dtype):
-            before = torch.empty(value.shape, dtype=value.dtype, pin_memory=beside)
-        return before.copy_(value.detach(), non_blocking=beside)
+        if not isinstance(earlier, Tensor) or (earlier.shape, earlier.dtype) != (value.shape, value.dtype):
+            earlier = torch.empty(value.shape, dtype=value.dtype, pin_memory=on_gpu)
+        return earlier.copy_(value.detach(), non_blocking=on_gpu)
     if isinstance(value, dict):
-        by_key = before if isinstance(before, dict) else {}
+        by_key = earlier if isinstance(earlier, dict) else {}
         return {key: _copy(item, by_key.get(key), devices) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        in_order = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [None] * len(value)
-        items = [_copy(item, earlier, devices) for item, earlier in zip(value, in_order, strict=True)]
+        is_like = isinstance(earlier, (list, tuple)) and len(earlier) == len(value)
+        in_order = earlier if is_like else [None] * len(value)
+        items = [_copy(item, old, devices) for item, old in zip(value, in_order, strict=True)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a NamedTuple takes them apart
     return copy.deepcopy(value)
 

@@ -35,8 +35,8 @@ def inspect(path: Path) -> int:
         CheckpointError: it is damaged or missing.
     """
     saved = open_checkpoint(path)
-    size = sum(file.size for file in saved.found.manifest.files.values())
-    print(f"step {saved.found.manifest.step}, {len(saved.found.manifest.files)} files, {size} bytes, intact")
+    size = sum(file.size for file in saved.located.manifest.files.values())
+    print(f"step {saved.located.manifest.step}, {len(saved.located.manifest.files)} files, {size} bytes, intact")
     for name, state in saved.parts.items():
         tensors = list(_tensors_of(saved, state))
         elements = sum(torch.Size(form.shape).numel() for _, form, _ in tensors)

@@ -73,7 +73,7 @@ Layout = dict[str, Entry]  # the entries of a checkpoint by key
 
 
 def merged(layouts: Iterable[Layout]) -> Layout:
-    """Return the layout of what all ranks have written. Raises CheckpointError unless it is complete."""
+    """Join the layouts of all ranks' files. Raises CheckpointError unless the result is complete."""
     whole: Layout = {}
     for layout in layouts:
         for key, entry in layout.items():
@@ -83,9 +83,9 @@ def merged(layouts: Iterable[Layout]) -> Layout:
                     raise CheckpointError(f"two ranks have written {key}")
                 whole[key] = known._replace(pieces=[*known.pieces, *entry.pieces])
     for key, entry in whole.items():
-        found, expected = sum(prod(piece.region.sizes) for piece in entry.pieces), prod(entry.shape)
-        if found != expected:
-            raise CheckpointError(f"the ranks have written {found} elements of {key}, which has {expected}")
+        written, expected = sum(prod(piece.region.sizes) for piece in entry.pieces), prod(entry.shape)
+        if written != expected:
+            raise CheckpointError(f"the ranks have written {written} elements of {key}, which has {expected}")
     return whole
 
 
@@ -95,7 +95,7 @@ def to_bytes(layout: Layout) -> bytes:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     paths = {key: entry.path for key, entry in layout.items()}
-    found = classes.Metadata({}, paths, {}, classes.StorageMeta(), version="1.0.0")
+    metadata = classes.Metadata({}, paths, {}, classes.StorageMeta(), version="1.0.0")
     plain, info = classes.BytesStorageMetadata(), cache(_StorageInfo)  # one for all entries that share it
     for key, entry in layout.items():
         chunks = []
@@ -103,33 +103,33 @@ def to_bytes(layout: Layout) -> bytes:
             chunk = classes.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             chunks.append(chunk)
             index = classes.MetadataIndex(key, None if entry.dtype is None else chunk.offsets)
-            found.storage_data[index] = info(file, start, length)
+            metadata.storage_data[index] = info(file, start, length)
         if entry.dtype is None:
-            found.state_dict_metadata[key] = plain
+            metadata.state_dict_metadata[key] = plain
         else:
-            properties = classes.TensorProperties(getattr(torch, entry.dtype))
-            found.state_dict_metadata[key] = classes.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-    return pickle.dumps(found)
+            properties, shape = classes.TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape)
+            metadata.state_dict_metadata[key] = classes.TensorStorageMetadata(properties, shape, chunks)
+    return pickle.dumps(metadata)
 
 
 def from_bytes(content: bytes, shown: str) -> Layout:
-    """Return what a metadata file says, without running code in it. ``shown`` is its path or URL.
+    """Parse a metadata file without running code in it. ``shown`` is its path or URL.
 
     Raises CheckpointError if it is no metadata, or names files outside of the checkpoint's folder.
     """
     try:
-        found = _Unpickler(io.BytesIO(content)).load()
+        metadata = _Unpickler(io.BytesIO(content)).load()
         layout: Layout = {}
         sizes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-        for key, value in found.state_dict_metadata.items():
-            path = tuple((found.planner_data or {}).get(key, (key,)))
+        for key, value in metadata.state_dict_metadata.items():
+            path = tuple((metadata.planner_data or {}).get(key, (key,)))
             if hasattr(value, "chunks"):
                 dtype = str(value.properties.dtype).removeprefix("torch.")
                 layout[key] = Entry(path, dtype, tuple(value.size), [])
                 sizes.update(((key, tuple(chunk.offsets)), tuple(chunk.sizes)) for chunk in value.chunks)
             else:
                 layout[key] = Entry(path, None, (), [])
-        for index, info in found.storage_data.items():
+        for index, info in metadata.storage_data.items():
             file, offsets = str(info.relative_path), tuple(index.offset or ())
             if "/" in file or file in ("", ".", ".."):
                 raise ValueError(f"it names {file}, which is not in the folder of the checkpoint")
@@ -202,10 +202,11 @@ class Stored:
     ``content`` are the metadata. Raises CheckpointError if they are invalid.
     """
 
-    def __init__(self, found: Located, content: bytes) -> None:
-        self.layout: Layout = from_bytes(content, found.store.shown(found.file_name(METADATA)))  # where the pieces are
+    def __init__(self, located: Located, content: bytes) -> None:
+        shown = located.store.shown(located.file_name(METADATA))
+        self.layout: Layout = from_bytes(content, shown)  # where the pieces are
         self.digest: str = hashlib.sha256(content).hexdigest()
-        self._found = found
+        self._located = located
         self._open = ExitStack()
         self._mapped = MappedFiles()
         self._contents: dict[str, Tensor] = {}
@@ -214,18 +215,19 @@ class Stored:
 
     def fetch(self, names: Iterable[str]) -> None:
         """Verify files that were not fetched before, and download them from an object store. Raises as ``verified``."""
+        located = self._located
         for name in sorted(set(names) - self._contents.keys()):
-            store, file = self._found.store, self._found.file_name(name)
-            if not self._found.manifest.files:  # another tool has written them, without a manifest
+            store, file = located.store, located.file_name(name)
+            if not located.manifest.files:  # another tool has written them, without a manifest
                 path = self._open.enter_context(store.file(file))
-            elif name not in self._found.manifest.files:
+            elif name not in located.manifest.files:
                 raise DamagedError(f"{store.shown(file)} is not in the manifest")
             else:
-                path = self._open.enter_context(verified(self._found, name))
+                path = self._open.enter_context(verified(located, name))
             self._contents[name] = torch.empty(0, dtype=torch.uint8).set_(self._mapped.map(path))
 
     def check(self, names: Iterable[str]) -> None:
-        """Fetch files, and check that each piece in them is what the metadata say. Raises the errors of ``read``."""
+        """Fetch files, and check each piece in them against the metadata. Raises the errors of ``read``."""
         wanted = set(names)
         self.fetch(wanted)
         for entry in self.layout.values():
@@ -234,7 +236,7 @@ class Stored:
                     self._loaded(entry, piece)
 
     def close(self) -> None:
-        """Remove what was downloaded."""
+        """Remove downloaded files."""
         self._open.close()
         self._contents.clear()
 
@@ -242,13 +244,13 @@ class Stored:
     def read(self, tensors: Mapping[str, tuple[Tensor, Region]]) -> None:
         """Overwrite tensors with regions, by key."""
         for key, (target, region) in tensors.items():
-            entry, found = self.layout[key], 0
+            entry, copied = self.layout[key], 0
             for piece in entry.pieces:
                 common = _overlap(region, piece.region)
                 if common is not None:
                     source = _part(self._loaded(entry, piece), piece.region, common)
-                    found += _part(target, region, common).copy_(source).numel()
-            if found != target.numel():
+                    copied += _part(target, region, common).copy_(source).numel()
+            if copied != target.numel():
                 raise CheckpointError(f"a part of {key} is in no file of the checkpoint")
 
     def whole(self, key: str) -> Tensor:
@@ -265,7 +267,7 @@ class Stored:
         return self._loaded(entry, entry.pieces[0])
 
     def _loaded(self, entry: Entry, piece: Piece) -> Any:
-        """Return what a piece contains: a tensor in place, or a plain value."""
+        """Return the value of a piece: a tensor in place, or a plain value."""
         try:
             self.fetch([piece.file])
             content = self._contents[piece.file][piece.start : piece.start + piece.length]
@@ -275,68 +277,67 @@ class Stored:
                 self._unreleased = 0
             kind = entry.dtype, piece.region.sizes
             form = self._forms.get(kind)
-            if form is not None and form.describes(content):
-                return form.tensor_in(content)
-            found = torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
-            if entry.dtype is not None and _described(found) != kind:
-                wanted, its = (f"{dtype} {tuple(shape)}" for dtype, shape in (kind, _described(found)))
-                raise DamagedError(f"{piece.file} has {its} where the metadata say {wanted}")
-            form = None if entry.dtype is None else _Form.of(content, found)
+            if form is not None and (tensor := form.tensor_in(content)) is not None:
+                return tensor
+            value = torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
+            if entry.dtype is not None and _described(value) != kind:
+                wanted, actual = (f"{dtype} {tuple(shape)}" for dtype, shape in (kind, _described(value)))
+                raise DamagedError(f"{piece.file} has {actual} where the metadata say {wanted}")
+            # The next tensor of this kind is used in place: torch.load copies it twice.
+            form = None if entry.dtype is None else _Form.of(content, value)
             if form is not None:
                 self._forms[kind] = form
-            return found
+            return value
         except (DamagedError, CheckpointError):
             raise
         except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
             raise unreadable("a file of the checkpoint", error) from error
 
 
-def _described(found: Any) -> tuple[str, tuple[int, ...]]:
+def _described(value: Any) -> tuple[str, tuple[int, ...]]:
     """Return the dtype and the shape of a tensor, or the class of another object."""
-    is_tensor = isinstance(found, Tensor)
-    return (str(found.dtype).removeprefix("torch."), tuple(found.shape)) if is_tensor else (type(found).__name__, ())
+    is_tensor = isinstance(value, Tensor)
+    return (str(value.dtype).removeprefix("torch."), tuple(value.shape)) if is_tensor else (type(value).__name__, ())
 
 
 class _Form(NamedTuple):
-    """What archives of tensors of one shape, dtype and memory format have in common."""
+    """The header that torch.save writes before every tensor of one shape, dtype and memory format."""
 
     head: bytes  # all that is before the elements. The rest depends on them
     like: Tensor  # a tensor on the meta device
 
     @classmethod
-    def of(cls, content: Tensor, found: Tensor) -> _Form | None:
+    def of(cls, content: Tensor, tensor: Tensor) -> _Form | None:
         """Return the form of an archive, given the tensor in it; None if that is not dense and in order."""
-        is_plain = type(found) is Tensor and found.layout == torch.strided and not found.is_quantized
-        if not is_plain or not found.is_contiguous() or found.storage_offset() or found.is_conj() or found.is_neg():
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_quantized
+        if not is_plain or not tensor.is_contiguous() or tensor.storage_offset() or tensor.is_conj() or tensor.is_neg():
             return None
         archive = content.numpy().data
-        records = [one for one in zipfile.ZipFile(io.BytesIO(archive)).infolist() if "/data/" in one.filename]
+        records = [record for record in zipfile.ZipFile(io.BytesIO(archive)).infolist() if "/data/" in record.filename]
         if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
             return None
         header = records[0].header_offset
         start = header + 30 + sum(struct.unpack_from("<2H", archive, header + 26))  # the name and what is added to it
-        return cls(bytes(archive[:start]), found.to("meta"))
+        return cls(bytes(archive[:start]), tensor.to("meta"))
 
-    def describes(self, content: Tensor) -> bool:
-        """Return whether an archive has this form."""
-        return bytes(content[: len(self.head)].numpy().data) == self.head
-
-    def tensor_in(self, content: Tensor) -> Tensor:
-        """Return the tensor in an archive of this form, in place."""
+    def tensor_in(self, content: Tensor) -> Tensor | None:
+        """Return the tensor in an archive, in place; None if the archive has another form."""
         start = len(self.head)
+        if bytes(content[:start].numpy().data) != self.head:
+            return None
         return viewed(content[start : start + self.like.nbytes], self.like.dtype, self.like.shape)
 
 
-def _overlap(one: Region, other: Region) -> Region | None:
+def _overlap(left: Region, right: Region) -> Region | None:
     """Return the region that two regions of a tensor have in common, if they have elements in common."""
-    offsets = tuple(map(max, one.offsets, other.offsets))
-    ends = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
+    offsets = tuple(map(max, left.offsets, right.offsets))
+    ends = [min(a + n, b + m) for a, n, b, m in zip(*left, *right, strict=True)]
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
     return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
-def _part(tensor: Tensor, its: Region, part: Region) -> Tensor:
+def _part(tensor: Tensor, region: Region, part: Region) -> Tensor:
     """Return a part of a tensor, which has a region of a larger one."""
-    for dim, (offset, begin, size) in enumerate(zip(part.offsets, its.offsets, part.sizes, strict=True)):
+    for dim, (offset, begin, size) in enumerate(zip(part.offsets, region.offsets, part.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset - begin, size)
     return tensor

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from unitrain.checkpoint.names import PARAMS, STATE
 from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint
-from unitrain.checkpoint.sharded.saving import owners
+from unitrain.checkpoint.sharded.saving import first_reason, owners
 from unitrain.checkpoint.store.located import DamagedError, Located, Manifest, store_at
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import SentState, Triples, broadcast_tensors, outline, own_rows
@@ -35,23 +35,23 @@ class CheckpointView(NamedTuple):
         return SentState(self.communicator, self.outlines[key], source, sent=self.release, fill=self._fill)
 
     def release(self) -> None:
-        """Release the memory of what has been read."""
+        """Release mapped pages."""
         if self.saved is not None:
             self.saved.files.release()
 
     def close(self) -> None:
-        """Remove what was downloaded."""
+        """Remove downloaded files."""
         if self.stored is not None:
             self.stored.close()
 
-    def verify(self) -> str | None:
-        """Have each rank verify some of the files, and return what is damaged, if anything is. Collective.
+    def verify(self) -> str:
+        """Have each rank verify some of the files. Return the damage, "" if there is none. Collective.
 
         If there are as many ranks as when the files were written, they are those that the rank reads. It verifies
         others that it reads when it opens them.
         """
         if not self.by_several:
-            return None
+            return ""
         ranks, damage, why = self.communicator, "", ""
         names = [name for name in self.manifest.files if name.endswith(".distcp")]  # in the order of ranks
         # As many, one after the other: what a rank needs of tensors that are divided anew is mostly in these.
@@ -63,11 +63,10 @@ class CheckpointView(NamedTuple):
             damage = str(error)
         except CheckpointError as error:
             why = str(error)
-        answers = ranks.all_gather_data([damage, why])
-        failures = [why for _, why in answers if why]
-        if failures:
-            raise CheckpointError(f"{failures[0]}. Nothing was loaded.")
-        return next((damage for damage, _ in answers if damage), None)
+        # A file that can't be read now is no damage, after which an older checkpoint would be taken.
+        if why := first_reason(ranks, why):
+            raise CheckpointError(f"{why}. Nothing was loaded.")
+        return first_reason(ranks, damage)
 
     def _fill(self, optimizer: Optimizer | None, triples: Triples) -> None:
         """Overwrite tensors of a part, given their paths and forms. Collective. Raises CheckpointError.
@@ -83,23 +82,23 @@ class CheckpointView(NamedTuple):
         if optimizer is not None:
             count = sum(len(group[PARAMS]) for group in optimizer.param_groups)
             owned = owners(ranks, optimizer.state_dict()[STATE], count)
-        for path, form, found in triples:
-            key, sharded = str(form.key), ranks.sharding.is_sharded(found)
+        for path, form, tensor in triples:
+            key, sharded = str(form.key), ranks.sharding.is_sharded(tensor)
             owner = owned[path[1]] if owned and path[0] == STATE else None
             if not self.each or (owner is None and not sharded):
-                sent[key] = found
-                if ranks.is_main and not sharded and not found.is_meta:
-                    reads[key] = found, Region.rows(0, found)
+                sent[key] = tensor
+                if ranks.is_main and not sharded and not tensor.is_meta:
+                    reads[key] = tensor, Region.rows(0, tensor)
             elif sharded:
-                local, first = own_rows(ranks, found)
+                local, first = own_rows(ranks, tensor)
                 reads[key] = local, Region.rows(first, local)
             elif owner == ranks.rank:
-                reads[key] = found, Region.rows(0, found)
+                reads[key] = tensor, Region.rows(0, tensor)
         self._read(reads)
         if ranks.world_size > 1:
             # What rank 0 has only a part of, it reads when it is sent.
             stored = self.stored
-            sources = (found if key in reads or stored is None else stored.whole(key) for key, found in sent.items())
+            sources = (whole if key in reads or stored is None else stored.whole(key) for key, whole in sent.items())
             broadcast_tensors(ranks, list(sent.values()), sources)
 
     def _read(self, reads: Mapping[str, tuple[Tensor, Region]]) -> None:
@@ -109,9 +108,8 @@ class CheckpointView(NamedTuple):
                 self.stored.read(reads)
         except (DamagedError, CheckpointError) as error:
             why = str(error)
-        failures = list(filter(None, self.communicator.all_gather_data(why)))
-        if failures:
-            raise CheckpointError(failures[0])
+        if why := first_reason(self.communicator, why):
+            raise CheckpointError(why)
         self.release()
 
 
@@ -128,7 +126,7 @@ def open_on_all(communicator: Communicator, opened: Callable[[], OpenCheckpoint 
         if saved is None:
             return None
         digest = None if saved.stored is None else saved.stored.digest
-        return saved.found.manifest.model_dump(), outline(saved.parts), digest, saved.found.place
+        return saved.located.manifest.model_dump(), outline(saved.parts), digest, saved.located.place
 
     description = communicator.on_main(described)
     if description is None:
@@ -143,10 +141,11 @@ def open_on_all(communicator: Communicator, opened: Callable[[], OpenCheckpoint 
 
 
 def _seen(place: str, manifest: Manifest, digest: str) -> Stored | None:
-    """Return what rank 0 has found, on another rank; None if this rank does not see the same."""
+    """Open rank 0's checkpoint on another rank. Return None if this rank does not see the same files."""
     store = store_at(place)
     try:
         stored = Stored(Located(store, "", manifest), store.get(METADATA))
     except (OSError, CheckpointError):
         return None
+    # A host's own disk may have an earlier run's checkpoint in a folder of this name.
     return stored if stored.digest == digest else None

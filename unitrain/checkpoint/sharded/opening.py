@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,49 +35,62 @@ T = TypeVar("T")
 class Search:
     """The checkpoints that ``resume(path)`` may resume from, in the order in which they are tried.
 
-    Without a path, these are the newest of the folder, after those that are to be tried ``first``. The folder is looked
-    at when the first one is asked for.
+    Without a path, these are the newest of the folder. The folder is looked at when one of them is asked for.
+
+    Args:
+        folder: the folder of the run's checkpoints.
+        path: as of ``resume``.
+        first: checkpoints to try before those of the folder.
+        only: whether no others than ``first`` will do. That all of them are damaged is no error.
     """
 
-    def __init__(self, folder: Folder, path: str | Path | None = None, first: Sequence[Located] = ()) -> None:
-        self._folder, self._path, self._first = folder, path, first
+    def __init__(
+        self, folder: Folder, path: str | Path | None = None, first: Sequence[Located] = (), *, only: bool = False
+    ) -> None:
+        self._folder, self._path, self._first, self._only = folder, path, first, only
         self._wanted = ""  # what is wanted, if no other one will do
         self._damage: list[str] = []
+        self._finders = self._found()
 
-    @cached_property
-    def _left(self) -> list[Located | Callable[[], Located]]:
-        """What was not tried yet."""
+    def _found(self) -> Iterator[Callable[[], Located]]:
+        """Yield functions that return a checkpoint, or raise DamagedError: a generator ends with its first error."""
         folder, path = self._folder, self._path
+
+        def find_itself(located: Located) -> Located:
+            return located
+
+        for located in self._first:
+            yield partial(find_itself, located)
+        if self._only:
+            return
         if path is None:
             for shown in folder.incomplete():
                 print_stderr(f"unitrain: skipping an incomplete checkpoint: {shown} has no {NAME}")
-            return [*self._first, *(partial(folder.find, step) for step in folder.steps())]
-        if path != BEST:
+            for step in folder.steps():
+                yield partial(folder.find, step)
+        elif path != BEST:
             self._wanted = "the checkpoint"
-            return [partial(_named, path, folder)]
-        newest = Search(folder).next(lambda found: found)
-        if newest is None:
-            return []
-        if newest.manifest.best is None:
-            raise CheckpointError(
-                f"no checkpoint in {folder} is marked as the best: save(best=True) marks one. resume() takes the "
-                "newest."
-            )
-        self._wanted = "the best checkpoint"
-        return [partial(folder.find, newest.manifest.best)]
+            yield partial(_named, path, folder)
+        elif (newest := Search(folder).next(lambda located: located)) is not None:
+            if newest.manifest.best is None:
+                raise CheckpointError(
+                    f"no checkpoint in {folder} is marked as the best: save(best=True) marks one. resume() takes the "
+                    "newest."
+                )
+            self._wanted = "the best checkpoint"
+            yield partial(folder.find, newest.manifest.best)
 
     def next(self, attempt: Callable[[Located], T]) -> T | None:
-        """Return what ``attempt`` returns for the next checkpoint for which it raises no DamagedError, if there is one.
+        """Return the result of ``attempt`` for the next checkpoint that is not damaged; None if none is left.
 
         Raises CheckpointError if the one that is wanted, or each of them, is damaged.
         """
-        while self._left:
-            following = self._left.pop(0)
+        for find in self._finders:
             try:
-                return attempt(following if isinstance(following, Located) else following())
+                return attempt(find())
             except DamagedError as error:
                 self.reject(str(error))
-        if self._damage:
+        if self._damage and not self._only:
             raise CheckpointError(
                 f"all checkpoints in {self._folder} are damaged ({'; '.join(self._damage)}). To start a new run, use "
                 "another folder."
@@ -108,16 +121,11 @@ def _named(path: str | Path, folder: Folder) -> Located:
         ) from None
 
 
-def best_beside(manifest: Manifest, folder: Folder) -> int | None:
-    """Return the step of the best checkpoint in ``folder``, given the manifest of one that was saved there, if any."""
-    steps, step = folder.steps(), manifest.best
-    if step not in steps or manifest.step not in steps:
-        return None
-    try:
-        is_from_here = folder.find(manifest.step).manifest == manifest
-    except DamagedError:
-        return None
-    return step if is_from_here else None
+def best_beside(located: Located, folder: Folder) -> int | None:
+    """Return the step of the best checkpoint in ``folder``, as another one says, if that is from this folder."""
+    # In another folder, a checkpoint of the same step is another one.
+    beside = located.place.rpartition("/")[0] == folder.store.location
+    return located.manifest.best if beside and located.manifest.best in folder.steps() else None
 
 
 def best_in(folder: Folder) -> int | None:
@@ -135,7 +143,7 @@ def best_in(folder: Folder) -> int | None:
 class OpenCheckpoint(NamedTuple):
     """An open checkpoint, in the process that has opened it."""
 
-    found: Located
+    located: Located
     parts: dict[str, Any]  # states by name. Their tensors are read when they are used; of those in ``stored``, forms
     stored: Stored | None  # what several ranks have written
     files: MappedFiles
@@ -148,35 +156,35 @@ class OpenCheckpoint(NamedTuple):
         return self.stored.whole(str(value.key))
 
 
-def opened(found: Located) -> OpenCheckpoint:
-    """Open a checkpoint. What one rank has written is verified; what several have written, when it is read."""
+def opened(located: Located) -> OpenCheckpoint:
+    """Open a checkpoint. Files of one rank are verified now; files of several ranks, when they are read."""
     try:
-        return _opened(found)
+        return _opened(located)
     except (DamagedError, CheckpointError):
         raise
-    except Exception as error:  # what is not as it was written ends in many kinds of exceptions
-        raise DamagedError(f"{found}: its files are no checkpoint: {type(error).__name__}: {error}") from error
+    except Exception as error:  # files that are not as they were written end in many kinds of exceptions
+        raise DamagedError(f"{located}: its files are no checkpoint: {type(error).__name__}: {error}") from error
 
 
-def _opened(found: Located) -> OpenCheckpoint:
-    names, files = found.manifest.files, MappedFiles()
-    parts = read(found, [name for name in names if name.endswith(".pt")], files)
+def _opened(located: Located) -> OpenCheckpoint:
+    names, files = located.manifest.files, MappedFiles()
+    parts = read(located, [name for name in names if name.endswith(".pt")], files)
     stored: Stored | None = None
     if METADATA in names or not names:
-        name = found.file_name(METADATA)
-        with found.store.file(name) if not names else verified(found, METADATA) as path:
-            stored = Stored(found, path.read_bytes())
+        name = located.file_name(METADATA)
+        with located.store.file(name) if not names else verified(located, METADATA) as path:
+            stored = Stored(located, path.read_bytes())
         unlisted = {piece.file for entry in stored.layout.values() for piece in entry.pieces} - names.keys()
         if names and unlisted:
-            raise DamagedError(f"{found}: its manifest lacks {min(unlisted)}")
+            raise DamagedError(f"{located}: its manifest lacks {min(unlisted)}")
         states, keys = _states(stored)
         run = parts.setdefault(RUN, {"steps": 0, "random": []} if not names else {})
         run["names"] = {**run.get("names", {}), **keys}
         parts = {**states, **parts}
     run = parts.get(RUN)
     if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
-        raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
-    return OpenCheckpoint(found, parts, stored, files)
+        raise DamagedError(f"{located}: {RUN}.pt is missing, or lacks what a run needs to continue")
+    return OpenCheckpoint(located, parts, stored, files)
 
 
 def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -186,19 +194,18 @@ def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """
     by_name: dict[str, dict[Keys, str]] = {}
     for key, entry in stored.layout.items():
-        name, rest = (entry.path[0], entry.path[1:]) if len(entry.path) > 1 else ("", entry.path)
-        by_name.setdefault(name, {})[rest] = key
-    for name, its in by_name.items():
-        if any(rest[0] == GROUPS for rest in its):  # the rest of the options are given again, for each parameter
-            by_name[name] = {rest: key for rest, key in its.items() if not rest[0].startswith(f"{GROUPS}.")}
-    states, keys = {}, {}
-    for name, its in by_name.items():
-        found = {rest: _value(stored, key) for rest, key in its.items()}
-        if any(rest[0].split(".")[0] == GROUPS for rest in its):
-            states[name], keys[name] = numbered(found)
+        name, path = (entry.path[0], entry.path[1:]) if len(entry.path) > 1 else ("", entry.path)
+        by_name.setdefault(name, {})[path] = key
+    states, names = {}, {}
+    for name, keys in by_name.items():
+        if any(path[0] == GROUPS for path in keys):  # the rest of the options are given again, for each parameter
+            keys = {path: key for path, key in keys.items() if not path[0].startswith(f"{GROUPS}.")}
+        values = {path: _value(stored, key) for path, key in keys.items()}
+        if any(path[0].split(".")[0] == GROUPS for path in keys):
+            states[name], names[name] = numbered(values)
         else:
-            states[name] = {joined(rest): value for rest, value in found.items()}
-    return states, keys
+            states[name] = {joined(path): value for path, value in values.items()}
+    return states, names
 
 
 def _value(stored: Stored, key: str) -> Any:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from unitrain.checkpoint.names import (
@@ -28,7 +29,7 @@ from unitrain.checkpoint.names import (
     keys_of,
     optimizer_values,
 )
-from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, Piece, Region, merged, to_bytes, write
+from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, merged, to_bytes, write
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
@@ -39,16 +40,31 @@ from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
+NOTE = "rank-{}.json"
+"""The name of the file in which a rank tells another one what it has written."""
 _POLL_S, _LONGEST_POLL_S = 0.005, 1.0
+_LAYOUT = TypeAdapter(Layout)  # in JSON, tuples have become lists
 
 
 class Shards(NamedTuple):
-    """What a rank writes of the states of modules and optimizers, by key."""
+    """A rank's parts of the states of modules and optimizers, by key."""
 
     values: dict[str, Any]  # rows of a tensor, or plain data
     entries: dict[str, Entry]  # what they are parts of. None is written yet
     first_rows: dict[str, int]  # the number of the first row of a tensor that this rank has
     aliases: dict[str, tuple[Keys, str]]  # further keys of values, with a path and the key in ``values``
+
+
+class Portion(NamedTuple):
+    """A rank's portion of a checkpoint."""
+
+    parts: dict[str, Any]  # the states by key that rank 0 writes alone
+    shards: Shards = Shards({}, {}, {}, {})
+
+    def copied(self, copy: Callable[[Any], Any]) -> Portion:
+        """Return the portion with copies of its tensors, given a function that copies nested state."""
+        parts, values = copy((self.parts, self.shards.values))
+        return Portion(parts, self.shards._replace(values=values))
 
 
 def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int) -> list[int | None]:
@@ -62,7 +78,7 @@ def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int
     rank, world = communicator.rank, communicator.world_size
     bounds = torch.stack([torch.where(here, rank, -1), torch.where(here, -rank, -world)])
     last, first = communicator.all_reduce(bounds, "max").tolist()  # of the ranks that have it; the first is negated
-    return [one if one == -other else None for one, other in zip(last, first, strict=True)]
+    return [rank if rank == -lowest else None for rank, lowest in zip(last, first, strict=True)]
 
 
 def gathered(communicator: Communicator, state: Any) -> Any:
@@ -90,19 +106,19 @@ def _with_states(communicator: Communicator, value: Any) -> Any:
         return {key: _with_states(communicator, item) for key, item in value.items()}
     states = dict(value[STATE])
     ranks = owners(communicator, states, sum(len(group[PARAMS]) for group in value[GROUPS]))
-    for rank in sorted({one for one in ranks if one is not None}):
-        mine = {n: states[n] for n, one in enumerate(ranks) if one == rank and n in states}
+    for rank in sorted({owner for owner in ranks if owner is not None}):
+        mine = {number: states[number] for number, owner in enumerate(ranks) if owner == rank and number in states}
         states.update(of_rank(communicator, rank, mine))
     # Of a parameter that no rank has a state of, there is only the rank that would have it.
-    return {**value, STATE: {number: its for number, its in states.items() if isinstance(its, dict)}}
+    return {**value, STATE: {number: state for number, state in states.items() if isinstance(state, dict)}}
 
 
 def of_rank(communicator: Communicator, rank: int, state: Any) -> Any:
     """Return a rank's nested state on rank 0. Collective. The result of other ranks than these two can't be used."""
     expected = communicator.broadcast_object(outline(state), rank)
-    own = state if rank == communicator.rank else None
+    source = state if rank == communicator.rank else None
     new = needed(lambda path: communicator.is_main)
-    return SentState(communicator, expected, own, src=rank).receive(into=own, new=new)
+    return SentState(communicator, expected, source, src=rank).receive(into=source, new=new)
 
 
 def divided(
@@ -110,8 +126,8 @@ def divided(
     parts: Mapping[str, Any],
     modules: Iterable[str],
     optimizers: Mapping[str, list[Name] | None],
-) -> tuple[dict[str, Any], Shards]:
-    """Return the states that rank 0 writes alone, and what this rank writes of modules and optimizers. Collective.
+) -> Portion:
+    """Split states into those that rank 0 writes and this rank's shards of modules and optimizers. Collective.
 
     Args:
         communicator: the communicator of this process.
@@ -119,25 +135,27 @@ def divided(
         modules: the keys of modules.
         optimizers: the keys of optimizers, with the names of their parameters.
     """
+    if not communicator.sharding.any:
+        return Portion(dict(parts))
     shards = Shards({}, {}, {}, {})
     plain: dict[Keys, Any] = {}
     modules = tuple(modules)
     for name in modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
     for name, names in optimizers.items():
-        its = parts[name]
-        keys = keys_of(names, sum(len(group["params"]) for group in its["param_groups"]))
-        ranks = dict(zip(keys, owners(communicator, its[STATE], len(keys)), strict=True))
-        _add(communicator, shards, plain, optimizer_values(name, its, keys), ranks)
+        state = parts[name]
+        keys = keys_of(names, sum(len(group[PARAMS]) for group in state[GROUPS]))
+        ranks = dict(zip(keys, owners(communicator, state[STATE], len(keys)), strict=True))
+        _add(communicator, shards, plain, optimizer_values(name, state, keys), ranks)
         if communicator.is_main:
-            shards.aliases.update((joined(path), (path, joined(to))) for path, to in flat_options(name, its, keys))
+            shards.aliases.update((joined(path), (path, joined(to))) for path, to in flat_options(name, state, keys))
     if not communicator.sharding.of_parameters:
         # All plain values are in rank 0's file, since rank 0 reads them when a run is resumed.
-        for own in communicator.all_gather_object(plain):
-            plain.update(own)
+        for values in communicator.all_gather_object(plain):
+            plain.update(values)
     for path, value in plain.items() if communicator.is_main else ():
         shards.values[joined(path)], shards.entries[joined(path)] = value, Entry(path, None, (), [])
-    return {name: its for name, its in parts.items() if name not in (*modules, *optimizers)}, shards
+    return Portion({name: state for name, state in parts.items() if name not in (*modules, *optimizers)}, shards)
 
 
 def _add(
@@ -147,7 +165,7 @@ def _add(
     values: Iterable[tuple[Keys, Any]],
     ranks: Mapping[str, int | None],
 ) -> None:
-    """Add what this rank writes of values, and plain data to ``plain``, given which rank has a parameter's state."""
+    """Add this rank's parts of values, and plain data to ``plain``, given which rank has a parameter's state."""
     for path, value in values:
         owner = (ranks.get(path[2]) or 0) if path[1] == STATE else 0
         sharded = communicator.sharding.is_sharded(value)
@@ -164,11 +182,15 @@ def _add(
             shards.first_rows[key] = first
 
 
-def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any], Layout]:
-    """Write a rank's file from host memory, and return what the manifest says of it, and its layout."""
+def write_shards(draft: Draft, rank: int, shards: Shards) -> dict[str, Any]:
+    """Write a rank's file from host memory, if it has parts. Return a note of it, as JSON has it.
+
+    Returns:
+        The file's entry in the manifest under ``files``, and under ``layout``, where in it each part is.
+    """
     layout: Layout = {}
     if not shards.values:
-        return {}, layout
+        return {"files": {}, "layout": layout}
     name = f"__{rank}_0.distcp"  # as torch names it
 
     def save(values: dict[str, Any], output: BinaryIO) -> None:
@@ -179,48 +201,51 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
     with draft.store.draft(f"{draft.name}/{name}") as file:
         described = write_part(file, shards.values, lambda: draft.store.put(f"{draft.name}/{name}", file), save)
     layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
-    return {name: described}, layout
+    return {"files": {name: described}, "layout": layout}
 
 
 def shared_store(communicator: Communicator, store: Store, what: str = "checkpoints") -> Store | None:
     """Return the store that rank 0 writes to, as this rank sees it; None if rank 0 has to write alone. Collective."""
-    mark = f"{uuid4().hex}.tmp"
 
-    def leave_mark() -> tuple[str, str]:
+    def leave_mark() -> tuple[str, str] | None:
+        if store.few_writes:
+            return None
+        mark = f"{uuid4().hex}.tmp"
         with store.explained(f"{what} can't be written to {store}"):
             store.make()
             store.put(mark, b"x")
         return store.location, mark
 
-    found = communicator.on_main(lambda: None if store.few_writes else leave_mark())
-    if found is None:
+    place = communicator.on_main(leave_mark)
+    if place is None:
         return None
-    seen, sees, why = store, True, ""
+    location, mark = place
+    seen: Store | None = store
+    why = ""
     if not communicator.is_main:
-        seen = store_at(found[0])
         try:
-            seen.size(found[1])
+            seen = store_at(location)
+            seen.size(mark)
         except OSError:
-            sees = False
-        except CheckpointError as error:
-            sees, why = False, str(error)
-    answers = communicator.all_gather_data([sees, why])
+            seen = None
+        except CheckpointError as error:  # of an object store: it can't be reached, or this rank may not use it
+            seen, why = None, f"rank {communicator.rank} can't write: {error}"
+    is_shared = all(communicator.all_gather_data(seen is not None))
+    why = first_reason(communicator, why)
     communicator.on_main(lambda: store.remove(mark))
-    reasons = [f"rank {rank} can't write: {said}" for rank, (_, said) in enumerate(answers) if said]
-    if reasons and communicator.is_main:
-        print_stderr(f"unitrain: rank 0 gathers all shards and writes them alone, since {reasons[0]}")
-    return seen if all(one for one, _ in answers) else None
+    if why and communicator.is_main:
+        print_stderr(f"unitrain: rank 0 gathers all shards and writes them alone, since {why}")
+    return seen if is_shared else None
 
 
 def write_own(draft: Draft, rank: int, shards: Shards) -> None:
-    """Write the file of a rank other than 0, and tell rank 0 of it, or why it could not be written."""
+    """Write the file of a rank other than 0, and leave a note of it for rank 0, or why it could not be written."""
     try:
-        files, layout = write_shards(draft, rank, shards)
-        said = json.dumps({"files": files, "layout": layout})
+        note = json.dumps(write_shards(draft, rank, shards))
     except Exception as error:  # pickling may raise any exception
-        said = json.dumps({"error": reason(error)})
+        note = json.dumps({"error": reason(error)})
     with suppress(OSError, CheckpointError):  # nobody can be told: rank 0 waits in vain, and says so
-        draft.store.put(_message(draft, rank), said.encode())
+        draft.store.put(f"{draft.name}/{NOTE.format(rank)}", note.encode())
 
 
 def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> dict[str, Any]:
@@ -228,19 +253,22 @@ def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> 
 
     Raises CheckpointError if a rank could not write its file, or not in time, or parts of a tensor are missing.
     """
-    files, own = write_shards(draft, 0, shards)
-    return joined_files(
-        draft, [{"files": files, "layout": own}, *(_told(draft, r, patience_s) for r in range(1, writers))]
-    )
+    notes = [write_shards(draft, 0, shards)]
+    for rank in range(1, writers):
+        notes.append(awaited_note(draft, rank, patience_s))
+        draft.store.remove(f"{draft.name}/{NOTE.format(rank)}")
+        if "error" in notes[-1]:
+            raise CheckpointError(f"rank {rank} could not write its shards: {notes[-1]['error']}")
+    return joined_files(draft, notes)
 
 
-def joined_files(draft: Draft, said: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Write the metadata of what ranks say that they have written, if it has a layout. Return the manifest's files."""
+def joined_files(draft: Draft, notes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the ranks' notes of their files: write the metadata, if there are layouts. Return the manifest's files."""
     files: dict[str, Any] = {}
     layouts: list[Layout] = []
-    for one in said:
-        files.update(one["files"])
-        layouts.append({key: _entry(*entry) for key, entry in one["layout"].items()})
+    for note in notes:
+        files.update(note["files"])
+        layouts.append(_LAYOUT.validate_python(note["layout"]))
     if not any(layouts):
         return files
     content = to_bytes(merged(layouts))
@@ -248,28 +276,18 @@ def joined_files(draft: Draft, said: Iterable[Mapping[str, Any]]) -> dict[str, A
     return {**files, METADATA: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
 
 
-def _told(draft: Draft, rank: int, patience_s: float) -> dict[str, Any]:
-    """Return what another rank says of its file."""
-    until, pause, said = time.monotonic() + patience_s, _POLL_S, None
-    while said is None:
+def awaited_note(draft: Draft, rank: int, patience_s: float) -> dict[str, Any]:
+    """Wait for another rank's note of its file. Raises CheckpointError if there is none after ``patience_s``."""
+    until, pause = time.monotonic() + patience_s, _POLL_S
+    while True:
         with suppress(FileNotFoundError):
-            said = json.loads(draft.store.get(_message(draft, rank)))
-            break
+            return dict(json.loads(draft.store.get(f"{draft.name}/{NOTE.format(rank)}")))
         if time.monotonic() > until:
             raise CheckpointError(f"rank {rank} has not written its shards within timeout_s ({patience_s:g} s)")
         time.sleep(pause)
-        pause = min(1.1 * pause, _LONGEST_POLL_S)
-    draft.store.remove(_message(draft, rank))
-    if "error" in said:
-        raise CheckpointError(f"rank {rank} could not write its shards: {said['error']}")
-    return dict(said)
+        pause = min(1.1 * pause, _LONGEST_POLL_S)  # each look at an object store is a request, which costs money
 
 
-def _message(draft: Draft, rank: int) -> str:
-    return f"{draft.name}/rank-{rank}.json"
-
-
-def _entry(path: list[Any], dtype: str | None, shape: list[int], pieces: list[Any]) -> Entry:
-    """Return the entry of a layout that was sent as JSON."""
-    found = [Piece(Region(tuple(offsets), tuple(sizes)), *where) for (offsets, sizes), *where in pieces]
-    return Entry(tuple(path), dtype, tuple(shape), found)
+def first_reason(communicator: Communicator, *whys: str) -> str:
+    """Return the reason of the first rank that has one; "" if none has. Collective."""
+    return next(filter(None, communicator.all_gather_data(next(filter(None, whys), ""))), "")

@@ -36,9 +36,6 @@ class Disk(Store):
     def location(self) -> str:
         return str(self.root.resolve())
 
-    def shown(self, name: str) -> str:
-        return str(self.root / name)
-
     def list(self, folder: str = "") -> list[str]:
         return os.listdir(self.root / folder)
 
@@ -53,7 +50,7 @@ class Disk(Store):
             self._sync(content)
             os.replace(content, path)
         elif exclusive:
-            with open(path, "xb") as file:
+            with open(path, "xb") as file:  # to rename a draft would replace another process's file
                 file.write(content)
         else:
             with self.draft(name) as draft:
@@ -116,7 +113,7 @@ class Disk(Store):
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             free = shutil.disk_usage(self.root).free
             return f"No space left on the device of {self}: {free} bytes are free. Earlier checkpoints are intact."
-        return str(error)
+        return str(error) if isinstance(error, OSError) else super().reason(error)
 
     def make(self, folder: str = "") -> None:
         """Make a folder. Raises CheckpointError rather than make one of another disk, below the mount."""

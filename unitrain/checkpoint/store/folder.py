@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import Located, locate, to_json
@@ -24,15 +24,14 @@ BEST = "best"  # what ``resume`` takes for the best checkpoint, and the name of 
 _THREADS = 4
 
 
-class Draft:
+class Draft(NamedTuple):
     """A checkpoint that is being written to a folder of a store, perhaps by several ranks. It has no manifest yet."""
 
-    def __init__(self, store: Store, name: str) -> None:
-        self.store: Store = store
-        self.name: str = name
+    store: Store
+    name: str  # of the folder
 
     def write(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write each part to a file, checked and synced, and return what the manifest says of the files."""
+        """Write each part to a file, checked and synced. Return the files' entries in the manifest."""
         # Of files that are uploaded, one at a time is on this disk.
         with ThreadPoolExecutor(_THREADS if isinstance(self.store, Disk) else 1, "checkpoint files") as threads:
             files = [f"{part}.pt" for part in parts]
@@ -40,7 +39,7 @@ class Draft:
             return dict(zip(files, threads.map(self.store.write, names, parts.values()), strict=True))
 
     def complete(self, step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-        """Write the manifest, given plain data and what it says of the files, so that this is a checkpoint."""
+        """Write the manifest, given plain data and the files' entries, so that this is a checkpoint."""
         self.store.put(f"{self.name}/{NAME}", to_json(step, about, files).encode())
         self.store.sync(self.name)
 
@@ -104,14 +103,14 @@ class Folder:
 
     def _complete(self, names: Sequence[str] | None = None) -> dict[int, str]:
         """Return the folders of checkpoints by their step. Of several of one step, it is the last."""
-        found: dict[int, str] = {}
+        complete: dict[int, str] = {}
         names = self._names() if names is None else names
         self._used.update(names)
         for name in sorted(names, key=_attempt):
             match = FOLDER.fullmatch(name)
             if match and NAME in self._names(name):
-                found[int(match[1])] = name
-        return found
+                complete[int(match[1])] = name
+        return complete
 
     def begin(self, step: int) -> Draft:
         """Begin a checkpoint. A server is not waited for here, but when it is written."""
@@ -120,8 +119,8 @@ class Folder:
         if isinstance(self.store, Disk) or not self._used:
             self._complete()
         # A name that was used may still get files, of a rank that is slow. The last one of a step is the newest.
-        before = _of_step(step, self._used)
-        draft = f"{folder_name(step)}.{_attempt(before[-1]) + 1}" if before else folder_name(step)
+        used = _of_step(step, self._used)
+        draft = f"{folder_name(step)}.{_attempt(used[-1]) + 1}" if used else folder_name(step)
         self._used.add(draft)
         with self.store.explained(f"checkpoint {self.store.shown(draft)} could not be written"):
             self.store.make(draft)
@@ -135,7 +134,7 @@ class Folder:
         draft: Draft | None = None,
         others: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Write a checkpoint, which is complete or not there. Remove what killed processes left incomplete.
+        """Write a checkpoint, which is complete or not there. Remove incomplete ones that killed processes have left.
 
         ``about`` is plain data for the manifest. ``draft`` is what ``begin`` returned, if several ranks write there;
         ``others`` waits for their files, and returns what the manifest says of them.
@@ -143,18 +142,18 @@ class Folder:
         draft = draft or self.begin(step)
         try:
             with self.store.explained(f"checkpoint {self.store.shown(draft.name)} could not be written"):
-                before = self._sweep(draft.name)
+                complete = self._sweep(draft.name)
                 files = {**draft.write(parts), **others()}
                 self.check()  # another job may have taken the folder meanwhile
                 draft.complete(step, about, files)
         except CheckpointError:
-            if isinstance(self.store, Disk):
+            if isinstance(self.store, Disk):  # a server that has failed may not answer now: the next save removes it
                 with suppress(OSError):
                     self.store.unmake(draft.name)
             raise
-        if step in before:
+        if step in complete:
             with suppress(OSError):  # the next save tries it again
-                self.store.unmake(before[step])
+                self.store.unmake(complete[step])
 
     def _sweep(self, draft: str) -> dict[int, str]:
         """Remove incomplete checkpoints, but for the one that is being written. Return the complete ones."""
@@ -202,8 +201,8 @@ class Folder:
 
 def _of_step(step: int, names: Iterable[str]) -> list[str]:
     """Return the names of a step's folders, the last one last."""
-    found = (name for name in names if FOLDER.fullmatch(name) and name.partition(".")[0] == folder_name(step))
-    return sorted(found, key=_attempt)
+    of_step = (name for name in names if FOLDER.fullmatch(name) and name.partition(".")[0] == folder_name(step))
+    return sorted(of_step, key=_attempt)
 
 
 def _attempt(name: str) -> int:

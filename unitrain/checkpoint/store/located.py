@@ -41,7 +41,7 @@ class Described(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What ``resume`` needs of a manifest."""
+    """The entries of a manifest that ``resume`` needs."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
@@ -66,16 +66,16 @@ def _parsed(text: bytes, folder: str) -> Manifest:
     """
     path = f"{folder}/{NAME}"
     try:
-        found = json.loads(text)
-        digest, schema = found.pop("digest"), found["schema"]
+        content = json.loads(text)
+        digest, schema = content.pop("digest"), content["schema"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
-    if digest != _digest(found):
+    if digest != _digest(content):
         raise DamagedError(f"{path}: its digest does not match its content")
     if schema != SCHEMA:
         raise CheckpointError(f"{folder} has schema {schema}, but this version of UniTrain reads schema {SCHEMA}.")
     try:
-        return Manifest.model_validate(found)
+        return Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise DamagedError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -105,7 +105,7 @@ def file_at(path: Path | str) -> tuple[Store, str]:
 
 
 class NotACheckpointError(Exception):
-    """What is at a path is no checkpoint; the message says what it is."""
+    """There is no checkpoint at a path; the message says why."""
 
 
 class Located(NamedTuple):
@@ -132,7 +132,7 @@ def locate(store: Store, folder: str) -> Located:
     """Return the checkpoint in a folder of a store. Raises DamagedError and CheckpointError as ``parsed`` does."""
     name = f"{folder}/{NAME}" if folder else NAME
     with readable(store.shown(name), DamagedError):
-        if store.size(name) > _LARGEST:
+        if store.size(name) > _LARGEST:  # another file, which would fill the memory
             raise DamagedError(f"{store.shown(name)} is too large for a manifest")
         text = store.get(name)
     return Located(store, folder, _parsed(text, store.shown(folder)))
@@ -158,12 +158,12 @@ def checkpoint_at(path: Path | str) -> Located:
 
 
 @contextmanager
-def verified(found: Located, name: str) -> Iterator[Path]:
+def verified(located: Located, name: str) -> Iterator[Path]:
     """Verify a file of a checkpoint. Context manager with the path of a local file with its content.
 
     A mapping of the file outlasts the context. A file that is missing or changed is a DamagedError.
     """
-    store, file, expected = found.store, found.file_name(name), found.manifest.files[name]
+    store, file, expected = located.store, located.file_name(name), located.manifest.files[name]
     shown = store.shown(file)
     with ExitStack() as stack:
         with readable(shown, DamagedError):  # a damaged disk often can't be read at all
@@ -197,7 +197,7 @@ def unreadable(shown: str, error: Exception) -> Exception:
     return kind(f"{shown} could not be read: {reason(error)}")
 
 
-def read(found: Located, names: Iterable[str], mapped: MappedFiles) -> dict[str, Any]:
+def read(located: Located, names: Iterable[str], mapped: MappedFiles) -> dict[str, Any]:
     """Verify files of a checkpoint, and return their contents by name, without ending.
 
     Tensors are read from the disk when they are used. Pickled code is refused, and never run. A file that is missing
@@ -205,9 +205,9 @@ def read(found: Located, names: Iterable[str], mapped: MappedFiles) -> dict[str,
     """
     contents = {}
     for name in names:
-        with verified(found, name) as path:
+        with verified(located, name) as path:
             try:
                 contents[name.removesuffix(".pt")] = mapped.load(path)
             except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-                raise unreadable(found.store.shown(found.file_name(name)), error) from error
+                raise unreadable(located.store.shown(located.file_name(name)), error) from error
     return contents

@@ -66,7 +66,7 @@ class Lock:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._own = _this_process()
+        self._holder = _this_process()
         store.make()
         holder = holder_of(store)
         if holder is not None and self._is_alive(holder):
@@ -83,7 +83,7 @@ class Lock:
     def check(self) -> None:
         """Raise CheckpointError unless this process still holds the lock. A folder that is gone is made again."""
         holder = holder_of(self._store)
-        if holder == self._own:
+        if holder == self._holder:
             return
         if holder is not None:
             raise CheckpointError(
@@ -105,7 +105,7 @@ class Lock:
         self._released.set()
         self._thread.join()
         with suppress(OSError, CheckpointError):
-            if holder_of(self._store) == self._own:
+            if holder_of(self._store) == self._holder:
                 self._store.remove(NAME)
 
     def _take(self, *, replaces: bool) -> None:
@@ -113,18 +113,18 @@ class Lock:
             self._store.make()
             with suppress(FileExistsError):  # another process has written it just now
                 self._store.put(NAME, self._text, exclusive=not replaces)
-        if holder_of(self._store) != self._own:
+        if holder_of(self._store) != self._holder:
             raise CheckpointError(f"{self._store} was taken by another job at the same moment: start one at a time.")
 
     @property
     def _text(self) -> bytes:
-        return self._own.model_dump_json().encode()
+        return self._holder.model_dump_json().encode()
 
     def _is_alive(self, holder: Holder) -> bool:
-        if (holder.host, holder.pids) != (self._own.host, self._own.pids):
+        if (holder.host, holder.pids) != (self._holder.host, self._holder.pids):
             return self._store.few_writes or self._is_renewed(holder)
         # A checkpoint of this process that was not closed is no longer used: a strategy has only one.
-        return holder.pid != self._own.pid and holder.is_running()
+        return holder.pid != self._holder.pid and holder.is_running()
 
     def _is_renewed(self, holder: Holder) -> bool:
         """Return whether the file is renewed within the next seconds; not if it has not been for long."""
@@ -151,7 +151,7 @@ class Lock:
 
     def _clock(self) -> float:
         """Return the time by that clock: the server of a file system may have another one than this host."""
-        name = f"{NAME}.{self._own.token}"
+        name = f"{NAME}.{self._holder.token}"
         self._store.put(name, b"now")
         try:
             return self._store.modified(name)
@@ -160,8 +160,8 @@ class Lock:
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_S):
-            with suppress(OSError, CheckpointError):
-                if not self._store.few_writes and holder_of(self._store) == self._own:
+            with suppress(OSError, CheckpointError):  # the next time may succeed, and check() tells who has the lock
+                if not self._store.few_writes and holder_of(self._store) == self._holder:
                     self._store.touch(NAME, self._text)
 
 

@@ -1,4 +1,4 @@
-"""An object store, or anything else that fsspec knows by a URL, as a ``Store``, with errors that say what to do.
+"""An object store, or anything else that fsspec knows by a URL, as a ``Store``, with errors that name a remedy.
 
 An object is replaced at once and as a whole, also by an upload in several parts. Objects can't be renamed.
 """
@@ -52,13 +52,10 @@ class Objects(Store):
     def location(self) -> str:
         return self._url
 
-    def shown(self, name: str) -> str:
-        return f"{self._url}/{name}" if name else self._url
-
     @cached_property
     def _connected(self) -> tuple[Any, str]:
         """The file system of fsspec, and the path of the root in it."""
-        with self._explained("can't be used"):
+        with self.explained(f"{self} can't be used"):
             try:
                 files, root = url_to_fs(self._url)
             except ImportError as error:
@@ -69,19 +66,20 @@ class Objects(Store):
         return files, str(root).rstrip("/")
 
     def list(self, folder: str = "") -> list[str]:
-        with self._explained("can't be listed", folder, passes=FileNotFoundError):
-            self._files.invalidate_cache()
-            found = self._files.ls(self._path(folder), detail=False, **self._limit())
-            return [path.rstrip("/").rpartition("/")[2] for path in found]
+        with self.explained(f"{self.shown(folder)} can't be listed", FileNotFoundError):
+            self._files.invalidate_cache()  # another process may have written files
+            paths = self._files.ls(self._path(folder), detail=False, **self._limit())
+            return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        part = {} if not start and end is None else {"start": start, "end": end}
-        with self._explained("could not be read", name, passes=FileNotFoundError):
+        part = {"start": start or None, "end": end}
+        with self.explained(f"{self.shown(name)} could not be read", FileNotFoundError):
             return bytes(self._files.cat_file(self._path(name), **part, **self._limit((end or start) - start)))
 
     def put(self, name: str, content: bytes | Path, *, exclusive: bool = False) -> None:
         path = self._path(name)
-        with self._explained("could not be written", name, passes=FileExistsError if exclusive else CheckpointError):
+        passes = FileExistsError if exclusive else CheckpointError
+        with self.explained(f"{self.shown(name)} could not be written", passes):
             if isinstance(content, Path):
                 self._files.put_file(str(content), path, **self._limit(content.stat().st_size))
             else:
@@ -89,7 +87,7 @@ class Objects(Store):
                 self._files.pipe_file(path, content, mode=mode, **self._limit())
 
     def remove(self, name: str) -> None:
-        with self._explained("can't be removed", name), suppress(FileNotFoundError):
+        with self.explained(f"{self.shown(name)} can't be removed"), suppress(FileNotFoundError):
             self._files.rm_file(self._path(name), **self._limit())
 
     def unmake(self, folder: str) -> None:
@@ -98,12 +96,12 @@ class Objects(Store):
                 self.remove(f"{folder}/{name}")
 
     def modified(self, name: str) -> float:
-        with self._explained("could not be read", name, passes=FileNotFoundError):
+        with self.explained(f"{self.shown(name)} could not be read", FileNotFoundError):
             self._files.invalidate_cache()
             return float(self._files.modified(self._path(name)).timestamp())
 
     def size(self, name: str) -> int:
-        with self._explained("could not be read", name, passes=FileNotFoundError):
+        with self.explained(f"{self.shown(name)} could not be read", FileNotFoundError):
             self._files.invalidate_cache()
             return int(self._files.info(self._path(name), **self._limit())["size"])
 
@@ -114,10 +112,10 @@ class Objects(Store):
 
     @contextmanager
     def file(self, name: str) -> Iterator[Path]:
-        """Download a file. What is mapped stays on the disk, but without a name."""
+        """Download a file. A mapped file stays on the disk, but without a name."""
         size = self.size(name)
         with self.draft(name) as file:
-            with self._explained("could not be read", name, passes=FileNotFoundError):
+            with self.explained(f"{self.shown(name)} could not be read", FileNotFoundError):
                 self._files.get_file(self._path(name), str(file), **self._limit(size))
             yield file
 
@@ -152,23 +150,13 @@ class Objects(Store):
         """Return the time limit of a call that copies ``size`` bytes, for libraries that have one."""
         return {"timeout": PATIENCE_S + size / _SLOWEST} if self._files.async_impl else {}
 
-    @contextmanager
-    def _explained(self, what: str, name: str = "", *, passes: type[Exception] = CheckpointError) -> Iterator[None]:
-        """Raise all errors as CheckpointError, but for the kind that ``passes``."""
-        try:
-            yield
-        except Exception as error:  # each library has exceptions of its own
-            if isinstance(error, (CheckpointError, passes)):
-                raise
-            raise CheckpointError(f"{self.shown(name)} {what}: {self.reason(error)}") from error
-
     def reason(self, error: Exception) -> str:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             folder = tempfile.gettempdir()
             return f"No space left in {folder}, for temporary files. Free some, or set TMPDIR to a folder elsewhere."
         if isinstance(error, FSTimeoutError):
             return f"the server has not answered, or was slower than {_SLOWEST} bytes/s after {PATIENCE_S:g} s."
-        text = f"{type(error).__name__}: {error}".rstrip(".: ")
+        text = super().reason(error).rstrip(".: ")
         if not isinstance(error, PermissionError) and not _ABOUT_CREDENTIALS.search(text):
             return f"{text}."
         source = _CREDENTIALS.get(_SAME.get(self._scheme, self._scheme))

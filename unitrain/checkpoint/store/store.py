@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from unitrain.checkpoint.store.torch_files import MappedFiles, reason, write_part
 from unitrain.errors import CheckpointError
@@ -22,7 +21,7 @@ def folder_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
-class Store(ABC):
+class Store(Protocol):
     """Files below a path or a URL, by names relative to it. Its string is the path or the URL.
 
     A file is replaced at once and as a whole: readers see the old file or the new one.
@@ -34,23 +33,19 @@ class Store(ABC):
     few_writes: bool = False  # whether each write is a commit, so that only one process should write, and not often
 
     @property
-    @abstractmethod
     def location(self) -> str:
         """The absolute path or the URL, by which another process finds the store."""
 
-    @abstractmethod
     def shown(self, name: str) -> str:
         """Return the path or the URL of a file, for messages."""
+        return f"{self}/{name}" if name else str(self)
 
-    @abstractmethod
     def list(self, folder: str = "") -> list[str]:
         """Return the names in a folder, without the folder."""
 
-    @abstractmethod
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Return the content of a file, or its bytes between two positions."""
 
-    @abstractmethod
     def put(self, name: str, content: bytes | Path, *, exclusive: bool = False) -> None:
         """Write a file.
 
@@ -60,51 +55,48 @@ class Store(ABC):
             exclusive: raise FileExistsError if the file exists; of several processes, one succeeds.
         """
 
-    @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file. A missing one is no error."""
 
-    @abstractmethod
     def unmake(self, folder: str) -> None:
         """Remove the folder of a checkpoint, its manifest first, or a link to one. A missing one is no error."""
 
-    @abstractmethod
     def modified(self, name: str) -> float:
         """Return when a file was written, in seconds by the clock of where it is."""
 
-    @abstractmethod
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
 
-    @abstractmethod
     def draft(self, name: str) -> AbstractContextManager[Path]:
         """Context manager with the path of a new local file to write and to ``put``; removed at the end."""
 
-    @abstractmethod
     def file(self, name: str) -> AbstractContextManager[Path]:
         """Context manager with the path of a local file with a file's content. A mapping outlasts the context."""
 
-    @abstractmethod
     def probe(self, needed: int) -> None:
         """Raise CheckpointError unless files can be written, ``needed`` bytes in all. A disk's folder is made."""
 
-    @abstractmethod
     def reason(self, error: Exception) -> str:
-        """Return why a file could not be written or read, and what to do."""
+        """Return the reason why a file could not be written or read, and the remedy."""
+        return reason(error)
 
     @contextmanager
-    def explained(self, what: str) -> Iterator[None]:
-        """Raise any error as a CheckpointError that says ``what`` is the matter, and why; but for one that does so."""
+    def explained(self, failure: str, passes: type[Exception] = CheckpointError) -> Iterator[None]:
+        """Raise any error as a CheckpointError with the failure and its reason.
+
+        Args:
+            failure: a clause such as "the file can't be written".
+            passes: errors of this class, and CheckpointErrors, are raised as they are.
+        """
         try:
             yield
-        except CheckpointError:
-            raise
-        except Exception as error:  # pickling may raise any exception
-            why = self.reason(error) if isinstance(error, OSError) else reason(error)
-            raise CheckpointError(f"{what}: {why}") from error
+        except Exception as error:  # pickling may raise any exception, and each library has exceptions of its own
+            if isinstance(error, (CheckpointError, passes)):
+                raise
+            raise CheckpointError(f"{failure}: {self.reason(error)}") from error
 
     def write(self, name: str, value: Any) -> dict[str, Any]:
-        """Write tensors and plain data to a file of torch, checked, and return what a manifest says of the file."""
+        """Write tensors and plain data to a file of torch, checked. Return the file's entry in a manifest."""
         with self.draft(name) as draft:
 
             def put() -> None:
@@ -115,13 +107,16 @@ class Store(ABC):
 
     def point(self, name: str, folder: str | None) -> None:
         """Make a name on a disk a link to a folder, or remove it if ``folder`` is None. Object stores have no links."""
+        return
 
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""
+        return
 
     def touch(self, name: str, content: bytes) -> None:
         """Update the time at which a file was written, given the file's content."""
         self.put(name, content)
 
     def sync(self, folder: str) -> None:
-        """Have the names in a folder, and its own, on the disk. What an object store has accepted is there."""
+        """Sync a folder's names to the disk. Object stores need no sync."""
+        return

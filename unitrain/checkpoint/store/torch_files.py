@@ -46,8 +46,8 @@ def reason(error: Exception) -> str:
     """Return why a file could not be written or read, without torch's advice to allow code in it."""
     if isinstance(error, pickle.UnpicklingError):
         kind = re.search(r"GLOBAL (\S+)", str(error))
-        found = f"{kind[1]} is" if kind else "it contains an object that is"
-        return f"{found} neither a tensor nor plain data (int, float, str, list, dict), and pickled code is never run."
+        thing = f"{kind[1]} is" if kind else "it contains an object that is"
+        return f"{thing} neither a tensor nor plain data (int, float, str, list, dict), and pickled code is never run."
     return f"{type(error).__name__}: {error}"
 
 
@@ -72,8 +72,8 @@ class MappedFiles:
             is_mappable = zipfile.is_zipfile(file)  # and not of a torch before 1.6
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
         if is_mappable:
-            strided = [one for one in tensors(content) if one.layout == torch.strided and not one.is_meta]
-            self._keep(path, content, [one.untyped_storage() for one in strided])
+            strided = [value for value in tensors(content) if value.layout == torch.strided and not value.is_meta]
+            self._keep(path, content, [value.untyped_storage() for value in strided])
         return content
 
     def map(self, path: Path) -> torch.UntypedStorage:
@@ -86,7 +86,7 @@ class MappedFiles:
     def _keep(self, path: Path, content: Any, storages: Iterable[torch.UntypedStorage]) -> None:
         """Keep a file mapped that has these storages."""
         self._contents.append(content)
-        spans = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages if one.nbytes()]
+        spans = [(part.data_ptr(), part.data_ptr() + part.nbytes()) for part in storages if part.nbytes()]
         start = -(-min((first for first, _ in spans), default=0) // _PAGE) * _PAGE
         end = max((last for _, last in spans), default=0) // _PAGE * _PAGE
         if 0 < end - start <= path.stat().st_size:  # else they are not all in the file
@@ -104,7 +104,7 @@ def write_part(
     written: Callable[[], object],
     save: Callable[..., object] = torch.save,
 ) -> dict[str, Any]:
-    """Write a file of a checkpoint, and return what its manifest says of it. Raises any exception of pickling.
+    """Write a file of a checkpoint. Return its entry in the manifest. Raises any exception of pickling.
 
     Args:
         path: the file, which is not synced to the disk.
@@ -126,17 +126,18 @@ def write_part(
 
 
 class _Digest:
-    """The SHA-256 of what is written of a value, computed by a thread, which may be behind."""
+    """Hashes a file in a background thread while it is written."""
 
     def __init__(self, value: Any, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
         self._sha256 = hashlib.sha256()
         self._left: deque[bytes | memoryview] = deque()
-        found = (one for one in tensors(value) if one.device.type == "cpu" and one.layout == torch.strided)
-        self._lasting = {one.untyped_storage().data_ptr() for one in found}
+        on_cpu = (part for part in tensors(value) if part.device.type == "cpu" and part.layout == torch.strided)
+        # Where torch passes on the memory of these, it need not wait until that is hashed: it does not change.
+        self._lasting = {part.untyped_storage().data_ptr() for part in on_cpu}
 
     def update(self, data: bytes | memoryview) -> Future[None] | None:
-        """Start to hash data. Return what to wait for before their memory is used again, if it may be."""
+        """Start to hash data. Return a future to wait for before their memory is used again, if it may be."""
         is_large = len(data) >= _SMALL
         self._left.append(data if is_large else bytes(data))
         hashing = self._thread.submit(self._hash) if is_large else None

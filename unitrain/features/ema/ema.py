@@ -58,6 +58,7 @@ class EMA(nn.Module, Feature):
         if not 0 <= decay < 1:
             raise UsageError(f"ema: decay is {decay}, but must be at least 0 and less than 1, like 0.999.")
         self._models = model, model  # in a tuple: they are no part of this module
+        # torch's own function for AveragedModel, which would average a copy of the model: none can be made of shards.
         self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
     def plug_in(self, sockets: Sockets) -> None:
@@ -124,8 +125,8 @@ class EMA(nn.Module, Feature):
         if self._begun:
             return
         # Values and not versions: to write to ``parameter.data`` does not change the version.
-        pairs = zip(self._named.values(), self._weights, self.averages, strict=True)
-        if all(torch.equal(weight, average) for one, weight, average in pairs if isinstance(one, Parameter)):
+        triples = zip(self._named.values(), self._weights, self.averages, strict=True)
+        if all(torch.equal(weight, average) for named, weight, average in triples if isinstance(named, Parameter)):
             return
         for averages, weights in self._alike:
             torch._foreach_copy_(averages, weights)
@@ -160,7 +161,7 @@ class EMA(nn.Module, Feature):
         """Exchange the contents of the weights and of their averages. Wrappers and compiled code keep their tensors."""
         self._check_model()
         for weight, average in zip(self._weights, self.averages, strict=True):
-            held = weight.clone()
+            held = weight.clone()  # one tensor at a time, not the model twice
             weight.copy_(average)
             average.copy_(held)
         self._versions = [weight._version for weight in self._named.values()]
@@ -202,8 +203,10 @@ class EMA(nn.Module, Feature):
     ) -> None:
         """Load the averages from a state dict of an EMA, or of a model. Other values in it are ignored."""
         self._check_readable()
-        own: dict[str, Any] = self._models[1].state_dict(keep_vars=True)
-        averages = {key: self._average_of[id(value)] for key, value in own.items() if id(value) in self._average_of}
+        of_model: dict[str, Any] = self._models[1].state_dict(keep_vars=True)
+        averages = {
+            key: self._average_of[id(value)] for key, value in of_model.items() if id(value) in self._average_of
+        }
         for key, average in averages.items():
             if key not in state_dict or state_dict[key].shape != average.shape:
                 raise UsageError(f"ema: the state dict has no {key} of shape {tuple(average.shape)}.")

@@ -32,7 +32,7 @@ class Settings(Section):
 
 
 def attach(checkpoint: Checkpoint, sockets: Sockets) -> None:
-    """Copy the states of a checkpoint from now on; without copies, those of an earlier start must not come back."""
+    """Copy the states of a checkpoint from now on; without copies, an earlier start's must not come back."""
     from unitrain.features.memory_copies.copies import MemoryCopies
     from unitrain.job.job import current
 

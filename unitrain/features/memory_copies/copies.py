@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 from unitrain.checkpoint.checkpoint import Checkpoint
 from unitrain.checkpoint.hooks import Candidate, CheckpointHook
-from unitrain.checkpoint.sharded.dcp import Layout
-from unitrain.checkpoint.sharded.saving import Shards, write_shards
+from unitrain.checkpoint.sharded.saving import NOTE, Portion, awaited_note, first_reason, write_shards
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import DamagedError
 from unitrain.checkpoint.store.store import folder_name
@@ -31,19 +30,18 @@ from unitrain.training.hooks import StepHook
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.state_parts import FEATURE
 
-from .memory_store import NOTE, MemoryStore
+from .memory_store import MemoryStore
 from .neighbour import Neighbour
 
 _ID = "run.json"
 _SHARE = 0.01  # of the time, which copies may take
 _AT_FIRST = 10  # steps between the first copy and the second, when the cost of one is known
-_POLL_S = 0.01
 _PART_OF_ROOM = 4
 _MARKS = 2  # copies that are kept to go back to
 
 
 class MemoryCopies(StepHook, CheckpointHook):
-    """Copies the state at boundaries, and finds what an earlier start of the run has copied. Collective.
+    """Copies the state at boundaries, and finds the copies of an earlier start of the run. Collective.
 
     Args:
         checkpoint: has the states to copy.
@@ -108,8 +106,8 @@ class MemoryCopies(StepHook, CheckpointHook):
     def _known(self) -> tuple[str, int] | None:
         """Return the identity of the folder's run, and the number of its last start."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(self._folder.store.get(_ID))
-            return str(found["run"]), int(found["life"])
+            content = json.loads(self._folder.store.get(_ID))
+            return str(content["run"]), int(content["life"])
         return None
 
     def discarded(self) -> None:
@@ -175,6 +173,7 @@ class MemoryCopies(StepHook, CheckpointHook):
         busy = self._background is not None and self._background.busy
         step_s = (began - self._last[1]) / (step - self._last[0]) if self._last else 0.0
         ratio = self._cost_s / step_s if step_s else 0.0
+        # One collective for all that the ranks have to agree on.
         answers = ranks.all_gather_data((busy, self._why, ratio, self._checkpoint.newest))
         if self._off(next((why for _, why, *_ in answers if why), "")):
             return
@@ -184,26 +183,27 @@ class MemoryCopies(StepHook, CheckpointHook):
                 self._steps = min(self._steps, self._sockets.goes_back)
         self._put_off(step)
         if any(answer[0] for answer in answers):
-            return
+            return  # the last copy is not written yet, from memory that the next one needs
         self._keep_newest()
-        parts, shards = self._checkpoint.divided(self._checkpoint.contents.collect())
-        store, writers = self._meet(), ranks.world_size // ranks.sharding.replicas if shards else 1
-        if shards is not None:
-            part = ranks.rank if ranks.rank < writers else None
-        else:  # rank 0 alone has the parts of features
-            leads = store.leader[ranks.rank] == ranks.rank
-            part = 0 if leads and (ranks.is_main or not any(key.startswith(FEATURE) for key in parts)) else None
-        own_shards = shards.values if shards is not None and part is not None else {}
-        state = (parts if part == 0 else {}, own_shards)
-        if self._background is None and self._off(self._refusal(state)):
+        store = self._meet()
+        portion = self._checkpoint.divided(self._checkpoint.contents.collect())
+        if ranks.sharding.any:
+            writers = ranks.world_size // ranks.sharding.replicas
+            number = ranks.rank if ranks.rank < writers else None
+        else:  # one rank of each host writes all. Of features' parts, rank 0 alone has the whole
+            is_whole = ranks.is_main or not any(key.startswith(FEATURE) for key in portion.parts)
+            writers, number = 1, 0 if store.leads and is_whole else None
+        if number != 0:
+            portion = Portion({}, portion.shards) if number else Portion({})
+        if self._background is None and self._off(self._refusal(portion)):
             return
         self._background = self._background or Background("copy in memory")
         self._newest = f"{folder_name(step)}.{self._life}"
-        note = {"run": self._run, "step": step, "life": self._life, "saved": answers[0][3], "writers": writers}
+        note = {"run": self._run, "step": step, "saved": answers[0][3], "writers": writers}
         note["about"] = {**self._checkpoint.about(), "best": None}
         name, kept = self._newest, [self._kept, *(marked for _, marked in self._marks)]
         try:
-            self._background.run(state, lambda copied: self._write(name, kept, part, copied, shards, note))
+            self._background.run(portion, lambda copied: self._write(name, kept, number, copied, note))
         except Exception as error:  # a state may have anything in it
             self._why = f"rank {ranks.rank} on {store.host[ranks.rank]} can't copy its state: {error}"
         self._cost_s, self._last = time.perf_counter() - began, (step, time.perf_counter())
@@ -216,14 +216,14 @@ class MemoryCopies(StepHook, CheckpointHook):
         if distance and (not self._marks or step >= self._marks[-1][0] + distance):
             self._marks = [*self._marks, (step, self._kept)][-_MARKS:]
 
-    def go_back(self, before: int) -> int | None:
+    def go_back(self, newest: int) -> int | None:
         """See ``WayBack.go_back``."""
         with self._pulse.within("going back to a copy in memory"):
             if self._background is not None:
                 self._background.wait()
             if not any(self._ranks.all_gather_data(self._why)):
                 self._keep_newest()
-            old = [mark for mark in self._marks if mark[0] <= before]
+            old = [mark for mark in self._marks if mark[0] <= newest]
             if not old:
                 return None
             step, name = old[-1]
@@ -243,14 +243,15 @@ class MemoryCopies(StepHook, CheckpointHook):
                 )
         return bool(why)
 
-    def _refusal(self, state: Any) -> str:
+    def _refusal(self, portion: Portion) -> str:
         """Return why there can be no copies. Collective; before the first."""
         ranks, store = self._ranks, self._meet()
         if store.why:
             return store.why
-        sizes = ranks.all_gather_data(sum(tensor.nbytes for tensor in tensors(state)))
+        sizes = ranks.all_gather_data(sum(tensor.nbytes for tensor in tensors(portion)))
         leaders = sorted(set(store.leader))
-        totals = [sum(size for size, one in zip(sizes, store.leader, strict=True) if one == host) for host in leaders]
+        pairs = list(zip(sizes, store.leader, strict=True))
+        totals = [sum(size for size, leader in pairs if leader == host) for host in leaders]
         at, why = leaders.index(store.leader[ranks.rank]), ""
         several = ranks.sharding.any and len(leaders) > 1
         needed, room = totals[at] + (totals[at - 1] if several else 0), store.room()
@@ -259,57 +260,42 @@ class MemoryCopies(StepHook, CheckpointHook):
                 f"{store.host[ranks.rank]} would keep {needed} bytes, and several copies, where {room} are free "
                 f"({store.disk}; memory_copies.folder may name another folder)"
             )
-        why = next(filter(None, ranks.all_gather_data(why)), "")
+        why = first_reason(ranks, why)
         if not why and several and self._key is not None:
             self._neighbour = Neighbour(ranks, store, self._key, self._sockets.config.timeout_s)
         return why
 
-    def _write(
-        self,
-        name: str,
-        kept: Sequence[str],
-        number: int | None,
-        state: Any,
-        shards: Shards | None,
-        note: dict[str, Any],
-    ) -> None:
-        """Write this rank's part of a copy, in the background. Remove others than this one and those ``kept``."""
+    def _write(self, name: str, kept: Sequence[str], number: int | None, copied: Portion, note: dict[str, Any]) -> None:
+        """Write this rank's part of a copy, in the background. Remove others than this one and those ``kept``.
+
+        Args:
+            name: the name of the copy.
+            kept: the names of copies that stay.
+            number: the rank that the part is of; None if this rank has none.
+            copied: the part, in host memory.
+            note: what the note of the part says beside its files.
+        """
         store, rank = self._meet(), self._ranks.rank
-        leads = store.leader[rank] == rank
+        draft = Draft(store.disk, name)
         try:
-            store.make()
-            if leads:
+            store.make()  # once more: a cleaner of temporary files may have removed it
+            if store.leads:
                 store.keep_only(name, *kept)
             store.disk.make(name)
             if number is not None:
-                draft = Draft(store.disk, name)
-                files = draft.write(state[0])
-                layout: Layout = {}
-                if shards is not None:
-                    own, layout = write_shards(draft, number, shards._replace(values=state[1]))
-                    files.update(own)
-                text = json.dumps({**note, "files": files, "layout": layout})
-                store.disk.put(f"{name}/{NOTE.format(number)}", text.encode())
-            if leads and self._neighbour is not None:
-                for one in range(note["writers"]):
-                    if store.leader[one] == rank:
-                        self._neighbour.send(list(self._files(name, one)))
+                files = draft.write(copied.parts)
+                written = write_shards(draft, number, copied.shards)
+                written = {**note, **written, "files": {**files, **written["files"]}}
+                store.disk.put(f"{name}/{NOTE.format(number)}", json.dumps(written).encode())
+            if store.leads and self._neighbour is not None:
+                for writer in (writer for writer in range(note["writers"]) if store.leader[writer] == rank):
+                    files = awaited_note(draft, writer, self._sockets.config.timeout_s)["files"]
+                    self._neighbour.send([f"{name}/{file}" for file in (*files, NOTE.format(writer))])
         except Exception as error:  # pickling may raise any exception; the next copy tells the other ranks
             self._why = f"rank {rank} on {store.host[rank]}: {store.disk.reason(error)}"
 
-    def _files(self, name: str, rank: int) -> Iterator[str]:
-        """Yield the files of a rank of this host, once it has written them. Its note is the last."""
-        disk, note = self._meet().disk, NOTE.format(rank)
-        until = time.monotonic() + self._sockets.config.timeout_s
-        while note not in disk.list(name):
-            if time.monotonic() > until:
-                raise CheckpointError(f"rank {rank} has not written its part within timeout_s")
-            time.sleep(_POLL_S)
-        said: Mapping[str, Any] = json.loads(disk.get(f"{name}/{note}"))
-        yield from (f"{name}/{file}" for file in (*said["files"], note))
-
     def closed(self) -> None:
-        """Remove the copies: what is to be kept is saved. Collective. Further calls do nothing."""
+        """Remove the copies: the run is saved. Collective. Further calls do nothing."""
         self.active = False
         if self._background is not None:
             self._background.close(wait=True)
@@ -328,5 +314,5 @@ class MemoryCopies(StepHook, CheckpointHook):
 
 
 def steps_between(ratio: float) -> int:
-    """Return the steps between two copies, given what one costs as a share of a step; 0 if that is not known yet."""
+    """Return the steps between two copies, given the cost of a copy as a share of a step; 0 if it is not known yet."""
     return math.ceil(ratio / _SHARE) if ratio else _AT_FIRST

@@ -15,7 +15,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,39 +24,48 @@ import torch
 
 from unitrain.checkpoint.hooks import Candidate
 from unitrain.checkpoint.sharded.dcp import METADATA
-from unitrain.checkpoint.sharded.saving import joined_files
+from unitrain.checkpoint.sharded.saving import NOTE, first_reason, joined_files
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.checkpoint.store.located import DamagedError, Located, locate
 from unitrain.checkpoint.store.store import FOLDER
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.state_transfer import broadcast_tensors
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
-NOTE = "rank-{}.json"
 _NOTE = re.compile(r"rank-(\d+)\.json")
 _SHM, _CGROUPS = Path("/dev/shm"), Path("/sys/fs/cgroup")
-_CHUNK_BYTES = 2**25
 _MOST_SETS = 2
 
 
 class Note(NamedTuple):
-    """What a host has of one rank's part of a copy.
+    """A host's record of one rank's part of a copy, whose files are all there.
 
-    ``saved`` is the step of the newest checkpoint that was saved by then, ``writers`` the number of ranks that have
-    written the copy, ``same_job`` whether they were as many as now, with the same settings, and ``files`` the sizes of
-    the files, which are all there.
+    Attributes:
+        copy: the name of the copy.
+        rank: the rank that has written the part.
+        digest: of the rank's own note.
+        saved: the step of the newest checkpoint that was saved by then.
+        writers: the number of ranks that have written the copy.
+        same_job: whether there were as many ranks as now, with the same settings.
+        files: the sizes of the files.
     """
 
     copy: str
     rank: int
     digest: str
-    step: int
-    life: int
     saved: int | None
     writers: int
     same_job: bool
     files: dict[str, int]
+
+
+class Part(NamedTuple):
+    """One rank's part of a copy, and the ranks on whose hosts it is: at least one."""
+
+    note: Note
+    holders: list[int]
 
 
 def memory_folder(setting: str | None = None) -> Path:
@@ -89,25 +98,36 @@ def left_copies() -> str:
 class MemoryStore:
     """The folders in the memory of this job's hosts. Collective.
 
-    ``location`` is where the run saves its checkpoints, and ``folder`` the setting ``memory_copies.folder``.
+    Args:
+        ranks: the communicator of this process.
+        location: where the run saves its checkpoints.
+        folder: the setting ``memory_copies.folder``.
+
+    Attributes:
+        disk: the folder of this host.
+        why: the reason why a host can't keep copies; "" if all hosts can.
+        host: the name of each rank's host.
+        leader: the first rank on the host of each rank.
+        leads: whether this rank is the first one on its host.
     """
 
     def __init__(self, ranks: Communicator, location: str, folder: str | None) -> None:
         root = folder_of(location, folder)
         self._ranks = ranks
-        self.disk: Disk = Disk(root, durable=False)  # the folder of this host
+        self.disk: Disk = Disk(root, durable=False)
         host, seen, why = socket.gethostname(), (0, 0), ""
         try:
-            found = self.make()
-            seen = found.st_dev, found.st_ino
+            status = self.make()
+            seen = status.st_dev, status.st_ino
         except OSError as error:
             why = f"rank {ranks.rank} on {host}: {error}"
         # Ranks in several containers of a host may not see the same folder.
         places = ranks.all_gather_data((host, str(root), seen))
-        self.why: str = next(filter(None, ranks.all_gather_data(why)), "")  # a host can't keep copies
-        self.host: list[str] = [one[0] for one in places]  # the name of each rank's host
-        self.leader: list[int] = [places.index(one) for one in places]  # the first rank on the host of each rank
-        self._same_path = len({one[1] for one in places}) == 1
+        self.why: str = first_reason(ranks, why)
+        self.host: list[str] = [name for name, *_ in places]
+        self.leader: list[int] = [places.index(place) for place in places]
+        self.leads: bool = self.leader[ranks.rank] == ranks.rank
+        self._same_path = len({path for _, path, _ in places}) == 1
 
     def make(self) -> os.stat_result:
         """Make this host's folder. Raises OSError if others can use it."""
@@ -115,17 +135,18 @@ class MemoryStore:
         root.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             root.mkdir(mode=0o700)
-        found = root.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = root.lstat()
+        # A stranger could have made the folder in advance, to read the weights or to put others in their place.
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise PermissionError(f"{root} is not a folder of this user only: remove it")
-        return found
+        return status
 
     def room(self) -> int:
         """Return how many bytes are free: in the folder, on the host, and in the container or job."""
         room = [shutil.disk_usage(self.disk.root).free, psutil.virtual_memory().available]
         with suppress(OSError, IndexError):
-            own = _CGROUPS / Path("/proc/self/cgroup").read_text().split("::")[1].split()[0].lstrip("/")
-            for group in (own, *own.parents):
+            innermost = _CGROUPS / Path("/proc/self/cgroup").read_text().split("::")[1].split()[0].lstrip("/")
+            for group in (innermost, *innermost.parents):
                 with suppress(OSError, ValueError):  # there is no limit
                     used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                     room.append(int((group / "memory.max").read_text()) - int(used["anon"]) - int(used["shmem"]))
@@ -149,87 +170,72 @@ class MemoryStore:
             after: start and step of the newest checkpoint in the run's folder. Older copies are left out.
             settings: the strategy's settings.
         """
-        holders = self._holders(run, settings)
-        found: list[Candidate] = []
-        for copy in sorted(holders, key=lambda name: _newness(holders[name]), reverse=True)[:_MOST_SETS]:
-            by_rank = holders[copy]
-            life, step = _newness(by_rank)
-            first = next(iter(next(iter(by_rank.values())).values()))
-            if set(by_rank) != set(range(first.writers)) or life < after[0] or step <= after[1]:
+        copies = self._copies(run, settings)
+        candidates: list[Candidate] = []
+        for copy in sorted(copies, key=_newness, reverse=True)[:_MOST_SETS]:
+            parts, (life, step) = copies[copy], _newness(copy)
+            note = next(iter(parts.values())).note
+            if set(parts) != set(range(note.writers)) or life < after[0] or step <= after[1]:
                 continue
-            if (first.saved if first.saved is not None else -1) > after[1]:
-                continue  # newer checkpoints were removed from the folder
-            located = self._completed(copy, by_rank)
+            if note.saved is not None and note.saved > after[1]:
+                continue  # newer checkpoints were removed from the folder, so this is of a run that was given up
+            located = self._completed(copy, parts)
             if located is not None:
-                names = dict.fromkeys(self.host[holder] for own in by_rank.values() for holder in own)
-                found.append(Candidate(located, f"in the memory of {' and '.join(names)}"))
-        return found
+                names = dict.fromkeys(self.host[holder] for part in parts.values() for holder in part.holders)
+                candidates.append(Candidate(located, f"in the memory of {' and '.join(names)}"))
+        return candidates
 
     def recalled(self, copy: str, run: str, settings: dict[str, Any]) -> Located | None:
         """Make a copy of this run a checkpoint, and return it on rank 0; None if it is not complete. Collective."""
-        by_rank = self._holders(run, settings).get(copy)
-        return None if by_rank is None else self._completed(copy, by_rank)
+        parts = self._copies(run, settings).get(copy)
+        return None if parts is None else self._completed(copy, parts)
 
-    def _holders(self, run: str, settings: dict[str, Any]) -> dict[str, dict[int, dict[int, Note]]]:
-        """Return the notes of a run's copies by copy, by the rank that has written, by the rank that has the files.
+    def _copies(self, run: str, settings: dict[str, Any]) -> dict[str, dict[int, Part]]:
+        """Return the parts of a run's copies on all hosts, by copy and by the rank that has written. Collective."""
+        notes: list[Any] = [tuple(note) for note in self._notes(run, settings)] if self.leads else []
+        copies: dict[str, dict[int, Part]] = {}
+        for holder, of_host in enumerate(self._ranks.all_gather_data(notes)):
+            for note in (Note(*fields) for fields in of_host):
+                part = copies.setdefault(note.copy, {}).setdefault(note.rank, Part(note, []))
+                # Two starts of the run may have made a copy of one name, each on another host.
+                if part.note.digest == note.digest:
+                    part.holders.append(holder)
+        return copies
 
-        Collective.
-        """
-        ranks = self._ranks
-        leads = self.leader[ranks.rank] == ranks.rank
-        own_notes: list[Any] = [tuple(note) for note in self._notes(run, settings)] if leads else []
-        holders: dict[str, dict[int, dict[int, Note]]] = {}
-        for holder, notes in enumerate(ranks.all_gather_data(own_notes)):
-            for note in (Note(*fields) for fields in notes):
-                copies = holders.setdefault(note.copy, {}).setdefault(note.rank, {})
-                if all(note.digest == other.digest for other in copies.values()):
-                    copies[holder] = note
-        return holders
-
-    def _notes(self, run: str, settings: dict[str, Any]) -> list[Note]:
-        """Return the notes on this host of a run, if their files are there."""
-        found = []
+    def _notes(self, run: str, settings: dict[str, Any]) -> Iterator[Note]:
+        """Yield the notes on this host of a run, if their files are there."""
         for copy in filter(FOLDER.fullmatch, self.disk.list()):
-            for name in self.disk.list(copy):
-                match = _NOTE.fullmatch(name)
-                if match is None:
-                    continue
-                with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # what is not one
+            for name in filter(_NOTE.fullmatch, self.disk.list(copy)):
+                # Anyone may have put another file here: it is no note.
+                with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                     content = self.disk.get(f"{copy}/{name}")
                     note = json.loads(content)
-                    about, files = note["about"], {file: int(its["size"]) for file, its in note["files"].items()}
-                    if note["run"] != run or any(self.disk.size(f"{copy}/{one}") != files[one] for one in files):
+                    about, files = note["about"], {file: int(entry["size"]) for file, entry in note["files"].items()}
+                    if note["run"] != run or any(self.disk.size(f"{copy}/{file}") != files[file] for file in files):
                         continue
                     same_job = about["strategy"] == settings and about["world_size"] == self._ranks.world_size
+                    digest, rank = hashlib.sha256(content).hexdigest(), int(_NOTE.sub(r"\1", name))
                     files[name] = len(content)
-                    found.append(
-                        Note(
-                            copy, int(match[1]), hashlib.sha256(content).hexdigest(), int(note["step"]),
-                            int(note["life"]), note["saved"], int(note["writers"]), same_job, files,
-                        )
-                    )  # fmt: skip
-        return found
+                    yield Note(copy, rank, digest, note["saved"], int(note["writers"]), same_job, files)
 
-    def _completed(self, copy: str, by_rank: dict[int, dict[int, Note]]) -> Located | None:
+    def _completed(self, copy: str, parts: dict[int, Part]) -> Located | None:
         """Give each host the files that it needs, and complete the checkpoint on rank 0's. Collective."""
         ranks = self._ranks
-        notes = {rank: next(iter(own.values())) for rank, own in by_rank.items()}
-        shards = [name for note in notes.values() for name in note.files if name.endswith(".distcp")]
+        notes = [part.note for part in parts.values()]
+        shards = [name for note in notes for name in note.files if name.endswith(".distcp")]
         # What as many ranks with the same settings read is what they have written themselves.
-        same_ranks = (
-            self._same_path and len(shards) == ranks.world_size and all(note.same_job for note in notes.values())
-        )
+        same_ranks = self._same_path and len(shards) == ranks.world_size and all(note.same_job for note in notes)
         whys = []
-        for rank, note in notes.items():
+        for rank, (note, holders) in parts.items():
             for name, size in note.files.items():
                 readers = {self.leader[rank]} if same_ranks else set(self.leader)
-                to = (readers if name.endswith(".distcp") else {0}) - by_rank[rank].keys()
+                to = (readers if name.endswith(".distcp") else {0}) - set(holders)
                 if to:
-                    whys.append(self._send(f"{copy}/{name}", size, next(iter(by_rank[rank])), to))
+                    whys.append(self._send(f"{copy}/{name}", size, holders[0], to))
         metadata = ranks.on_main(lambda: self._complete(copy, len(notes)))
         if metadata:
             whys.append(self._send(f"{copy}/{METADATA}", metadata, 0, set(self.leader) - {0}))
-        why = next((one for one in ranks.all_gather_data(next(filter(None, whys), "")) if one), "")
+        why = first_reason(ranks, *whys)
         if why or metadata is None:
             if ranks.is_main and why:
                 print_stderr(f"unitrain: skipping the copy {copy} in memory: {why}")
@@ -250,37 +256,36 @@ class MemoryStore:
         return int(files[METADATA]["size"]) if METADATA in files else 0
 
     def _send(self, name: str, size: int, src: int, to: set[int]) -> str:
-        """Send a file from one rank's host to others. Return why that failed here, if it did. Collective."""
-        ranks, keeps, whys = self._ranks, self._ranks.rank in to, [""]
+        """Send a file from one rank's host to other ranks' hosts. Return why that failed here, if it did. Collective.
 
-        @contextmanager
-        def noted() -> Iterator[None]:
-            try:
-                yield
-            except OSError as error:
-                whys.append(f"{self.disk.shown(name)} on {self.host[ranks.rank]}: {error}")
-
+        A rank that can't read or write the file takes part nevertheless, since the others wait for it.
+        """
+        ranks, why = self._ranks, ""
+        place = f"{self.disk.shown(name)} on {self.host[ranks.rank]}"
+        source = torch.zeros(1, dtype=torch.uint8).expand(size)
+        target = torch.empty(size, dtype=torch.uint8, device="meta")  # where this host needs no file
         with self.disk.draft(name) as path:
-            with noted():
-                self.disk.make(os.path.dirname(name))
-            for start in range(0, size, _CHUNK_BYTES):
-                chunk = torch.zeros(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
-                with noted():
-                    if ranks.rank == src:
-                        content = self.disk.get(name, start, start + len(chunk))
-                        chunk.numpy().data[: len(content)] = content
-                chunk = ranks.broadcast(chunk, src)
-                with noted():
-                    if keeps:
-                        with open(path, "ab") as file:
-                            file.write(chunk.numpy().data)
-            with noted():
-                if keeps and len(whys) == 1:
+            try:
+                if ranks.rank == src:
+                    source = torch.from_file(self.disk.shown(name), shared=False, size=size, dtype=torch.uint8)
+                elif ranks.rank in to:
+                    self.disk.make(os.path.dirname(name))
+                    with open(path, "wb") as file:
+                        # Without room, this is an error. To write to mapped memory without room would kill the process.
+                        os.posix_fallocate(file.fileno(), 0, size)
+                    target = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            except (OSError, RuntimeError) as error:  # torch raises the latter
+                why = f"{place}: {error}"
+            broadcast_tensors(ranks, [target], [source], src=src)
+            try:
+                if not target.is_meta:
                     self.disk.put(name, path)
-        return whys[-1]
+            except OSError as error:
+                why = f"{place}: {error}"
+        return why
 
 
-def _newness(by_rank: dict[int, dict[int, Note]]) -> tuple[int, int]:
-    """Return when a copy was made: in which start of the run, and after which step."""
-    note = next(iter(next(iter(by_rank.values())).values()))
-    return note.life, note.step
+def _newness(copy: str) -> tuple[int, int]:
+    """Return when a copy was made, given its name: in which start of the run, and after which step."""
+    step, _, life = copy.removeprefix("step-").partition(".")
+    return int(life or 0), int(step)

@@ -1,4 +1,4 @@
-"""What a host has written in memory goes to the next host, in the background: it outlives the loss of one host."""
+"""Sends a host's files in memory to the next host, in the background, so that they outlive the loss of one host."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class Neighbour:
         self._timeout_s = timeout_s
         self._sending: Connection | None = None
         place: tuple[list[str], int] = ([], 0)
-        leads = store.leader[ranks.rank] == ranks.rank
-        if leads:
-            listener = listen(one_host=False, backlog=1)
+        if store.leads:
+            listener = listen(one_host=False, backlog=1)  # only the previous host connects
             place = own_addresses(), listener.getsockname()[1]
             threading.Thread(target=self._keep, args=(listener,), name="unitrain neighbour", daemon=True).start()
         places = ranks.all_gather_data(place)
@@ -60,7 +59,7 @@ class Neighbour:
             raise ConnectionError("the next host did not keep this host's part") from error
 
     def _keep(self, listener: Any) -> None:
-        """Keep what the host before sends, until that ends."""
+        """Keep the files that the previous host sends, until it ends."""
         connection = None
         try:
             [admitted] = asyncio.run(admit_ranks(listener, self._key, 1, self._timeout_s)).values()
@@ -79,6 +78,7 @@ class Neighbour:
 
     def _keep_file(self, connection: Connection, name: str, size: int) -> None:
         disk, (folder, file) = self._store.disk, name.split("/")
+        # Names come from another host: none may lead out of the folder.
         if not FOLDER.fullmatch(folder) or file in ("", ".", "..") or Path(file).name != file:
             raise ValueError(name)
         self._store.make()
@@ -91,5 +91,5 @@ class Neighbour:
 
 
 def _connected(connection: Any) -> Connection:
-    connection.setblocking(True)
+    connection.setblocking(True)  # the handshake leaves it with a time limit, or for asyncio
     return Connection(connection.detach())

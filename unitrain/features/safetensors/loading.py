@@ -69,7 +69,7 @@ def load_weights(strategy: unitrain.Strategy, module: nn.Module, path: str | Pat
 def _load(communicator: Communicator, prepared: PreparedModules, module: nn.Module, path: str | Path) -> None:
     if module not in prepared:
         why = "load_weights needs a prepared model: call it after prepare()."
-        if any(module is part for one in prepared for part in prepared.unwrap(one).modules()):
+        if any(module is part for known in prepared for part in prepared.unwrap(known).modules()):
             why = (
                 f"load_weights fills a whole model, and this {type(module).__name__} is a part of a prepared one: pass "
                 "what prepare() returned. If a library such as PEFT wraps a model, its names change: load it before."
@@ -116,6 +116,7 @@ def _copy_rows(communicator: Communicator, target: Tensor, files: WeightFiles, n
     shard, first = own_rows(communicator, target)
     if not shard.numel():
         return
+    # A shard of another dtype than the file's is converted: in pieces, it is not twice in memory.
     step = max(1, files.piece_bytes * len(shard) // shard.nbytes)
     for start in range(0, len(shard), step):
         part = shard[start : start + step]
@@ -125,14 +126,14 @@ def _copy_rows(communicator: Communicator, target: Tensor, files: WeightFiles, n
 
 def _targets(module: nn.Module, saved: Mapping[str, Form], path: str | Path) -> dict[str, Tensor]:
     """Return the tensors to fill, by their names in the file. Raises CheckpointError if names or shapes differ."""
-    own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    state = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     aliases: dict[int, list[str]] = {}  # of a weight that is tied, the file may have one name
-    for name, tensor in own.items():
+    for name, tensor in state.items():
         aliases.setdefault(id(tensor), []).append(name)
-    targets, wrong = {}, [f"{name} is not in the model" for name in saved if name not in own]
+    targets, wrong = {}, [f"{name} is not in the model" for name in saved if name not in state]
     for names in aliases.values():
         name = next((name for name in names if name in saved), names[0])
-        tensor = own[name]
+        tensor = state[name]
         if name not in saved:
             wrong.append(f"{name} is missing")
         elif tuple(tensor.shape) != saved[name].shape:
@@ -179,10 +180,9 @@ class WeightFiles:
         is_file = not place.is_dir() if isinstance(place, Path) else place.rstrip("/").endswith((".safetensors", INDEX))
         store, name = file_at(path) if is_file else (store_at(path), "")
         if not name:
-            found: list[str] = []
             with readable(str(store)), suppress(FileNotFoundError):
-                found = store.list()
-            name = next((one for one in ("model.safetensors", f"model{INDEX}") if one in found), "")
+                names = store.list()
+                name = next((default for default in ("model.safetensors", f"model{INDEX}") if default in names), "")
             if not name:
                 raise CheckpointError(f"{store} has neither model.safetensors nor model{INDEX}: name the file.")
         if not name.endswith(INDEX):
@@ -191,7 +191,7 @@ class WeightFiles:
             text = store.get(name)
         try:
             names = sorted(set(json.loads(text)["weight_map"].values()))
-            if any("/" in one for one in names):
+            if any("/" in file for file in names):
                 raise ValueError("it names a file in another folder")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             shown = store.shown(name)
@@ -200,8 +200,10 @@ class WeightFiles:
 
     def forms(self) -> dict[str, Form]:
         """Return the forms of the tensors, by name."""
-        stored = self._stored.items()
-        return {name: Form(torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in stored}
+        return {
+            name: Form(torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
+            for name, stored in self._stored.items()
+        }
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Return some rows of a tensor. Raises CheckpointError."""
@@ -214,7 +216,7 @@ class WeightFiles:
         return self._read(self._stored[name])
 
     def release(self) -> None:
-        """Give back the memory of what has been read."""
+        """Release mapped pages."""
         self._mapped.release()
 
     def _read_header(self, file: str) -> None:
@@ -254,7 +256,7 @@ class WeightFiles:
 
 
 def _stored(file: str, begin: int, size: int, about: Any) -> _Stored:
-    """Return where a tensor is, given what a header says, where that ends, and the size of the file."""
+    """Return where a tensor is, given its entry in the header, where the header ends, and the size of the file."""
     dtype, shape = DTYPES[about["dtype"]], [int(length) for length in about["shape"]]
     start, end = (begin + int(offset) for offset in about["data_offsets"])
     if not (begin <= start <= end <= size and end - start == math.prod(shape) * dtype.itemsize):

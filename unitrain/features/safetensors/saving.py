@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import unitrain
-from unitrain.checkpoint.sharded.saving import shared_store
+from unitrain.checkpoint.sharded.saving import first_reason, shared_store
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
 from unitrain.communication.communicator import Communicator
@@ -77,9 +77,8 @@ def _save(communicator: Communicator, module: nn.Module, folder: str | Path, max
     why = ""
     for first in range(0, len(files), writers):
         why = _write(communicator, store, state, list(files.items())[first : first + writers]) or why
-    reasons = {rank: said for rank, said in enumerate(communicator.all_gather_data(why)) if said}
-    for rank, said in reasons.items():
-        raise CheckpointError(f"the weights could not be written to {store}: rank {rank}: {said}")
+    if why := first_reason(communicator, why and f"rank {communicator.rank}: {why}"):
+        raise CheckpointError(f"the weights could not be written to {store}: {why}")
     communicator.on_main(lambda: _finish(store, state, files))
 
 
@@ -128,6 +127,7 @@ def _write(
                 store.put(file, draft)
         except (OSError, CheckpointError) as error:
             why = store.reason(error)
+    # A rank whose disk is full must not leave the others waiting.
     for _ in tensors:  # which other ranks gather, too
         pass
     return why
@@ -168,11 +168,11 @@ def _header(state: Mapping[str, Tensor | Form]) -> bytes:
     """Return the beginning of a file with tensors of these forms, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, one in state.items():
-        start, end = end, end + torch.Size(one.shape).numel() * one.dtype.itemsize
-        entries[name] = {"dtype": NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [start, end]}
+    for name, form in state.items():
+        start, end = end, end + torch.Size(form.shape).numel() * form.dtype.itemsize
+        entries[name] = {"dtype": NAMES[form.dtype], "shape": list(form.shape), "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that readers can map the tensors, which begin here
     return len(text).to_bytes(8, "little") + text
 
 
@@ -182,11 +182,11 @@ def _finish(store: Store, state: Mapping[str, Tensor], files: Mapping[str, list[
         index = f"model{INDEX}"
         if len(files) > 1:
             total = sum(tensor.nbytes for tensor in state.values())
-            names = {one: file for file, group in files.items() for one in group}
+            names = {name: file for file, group in files.items() for name in group}
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
             store.put(index, text.encode())
         kept = {*files, index} if len(files) > 1 else {*files}
-        _remove(store, [one for one in store.list() if _PART.fullmatch(one) and one not in kept])
+        _remove(store, [file for file in store.list() if _PART.fullmatch(file) and file not in kept])
 
 
 def _remove(store: Store, names: Iterable[str]) -> None:
