@@ -32,7 +32,7 @@ class RunPart(ObjectPart):
         communicator: the communicator of this process.
         step: counts the steps.
         states: small states by name.
-        names: returns the names of the parameters of each optimizer.
+        objects: the parts of the script's objects, by name: the optimizers' parameters are saved with their names.
         seed: of the random number generators, on another number of ranks.
         restored: called when random number generators have been restored.
     """
@@ -41,7 +41,7 @@ class RunPart(ObjectPart):
     communicator: Communicator
     step: TrainingStep
     states: States
-    names: Callable[[], dict[str, list[Name] | None]]
+    objects: Mapping[str, ObjectPart]
     seed: int
     restored: Callable[[], None]
     _reported: set[str] = field(default_factory=set)  # unused states, with a warning printed
@@ -63,7 +63,7 @@ class RunPart(ObjectPart):
             "steps": self.step.global_step,
             "features": self.states.collect(),
             "random": self.communicator.all_gather_object(state),
-            "names": self.names(),
+            "names": _names(self.objects),
         }
 
     def load(self, saved: SentState) -> None:
@@ -119,7 +119,7 @@ class Contents:
         }
         originals = {**objects, **self.modules}
         self._of_features = [part for make in sockets.parts if (part := make(originals)) is not None]
-        self._run = RunPart(ranks, step, sockets.states, lambda: self.names, sockets.config.seed, restored)
+        self._run = RunPart(ranks, step, sockets.states, self.of_objects, sockets.config.seed, restored)
         self._is_main = ranks.is_main
 
     @property
@@ -135,8 +135,7 @@ class Contents:
     @property
     def names(self) -> dict[str, list[Name] | None]:
         """The names of the parameters of each optimizer."""
-        modules = self.modules
-        return {name: part.names(modules) for name, part in self.optimizers.items()}
+        return _names(self.of_objects)
 
     @property
     def has_loader(self) -> bool:
@@ -261,3 +260,9 @@ class Contents:
 
 def _warn_of_unknown(name: str) -> None:
     print_stderr(f"unitrain: the checkpoint has the state of {name}, which this run does not use: it is left out.")
+
+
+def _names(parts: Mapping[str, ObjectPart]) -> dict[str, list[Name] | None]:
+    """Return the names of the parameters of each optimizer, given the parts of a script's objects."""
+    modules = {name: part.module for name, part in parts.items() if isinstance(part, ModulePart)}
+    return {name: part.names(modules) for name, part in parts.items() if isinstance(part, OptimizerPart)}

@@ -72,7 +72,7 @@ class DictPart(ObjectPart):
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
-        self._value.update(saved.receive())  # in place: the script goes on with this dict
+        self._value.update(saved.receive())  # in place: the script keeps this dict
 
 
 class LoaderPart(ObjectPart):
