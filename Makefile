@@ -3,6 +3,9 @@
 #              of each launcher
 # make test-all  make test, then what it leaves out (a quarter of an hour more): more worlds, recipes and faults under
 #              more launchers, loops of other libraries
+# make test-oldest  run the contract, the launchers and the recipes with the lowest versions of all that pyproject.toml
+#              asks for, in a virtual environment OLDEST (a few minutes); PYTHON=python3.10 has the oldest Python,
+#              WITH='torch==2.13.0' OLDEST=.venv-2.13 another torch (2.13 is the oldest for fsdp)
 # make check   check style, types, the documentation site, Dockerfiles, and the released packages
 # make soak    run every fault under every launcher, kills at random moments, and what make test-all leaves out: most
 #              benchmarks' short forms, more worlds, ten times the examples of Hypothesis (about half an hour), and
@@ -13,13 +16,15 @@
 # make hooks   have git check what is committed, too
 # make dist    build what is released of the last commit, wheel and sdist, into dist/
 # make docs    build the documentation into site/
-# make clean   remove the virtual environment and what tools left (not runs/)
+# make clean   remove the virtual environments and what tools left (not runs/)
 #
 # Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that run tests (many wait);
 # ARGS is added to the command of the recipe, of pytest, of each benchmark (--short, say) or of the build.
 
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST ?= .venv-oldest
+WITH ?=
 WORKERS ?= 3
 ARGS ?=
 
@@ -32,7 +37,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all check soak coverage bench lint hooks dist docs clean
+.PHONY: help train test test-all test-oldest check soak coverage bench lint hooks dist docs clean
 .NOTPARALLEL:
 
 help:
@@ -50,6 +55,11 @@ test: $(VENV)/.has-test
 test-all: test
 	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 --cpu-seconds build/cpu-seconds/test-all.tsv \
 		-m "all and not soak and not check" $(ARGS)
+
+test-oldest: $(OLDEST)/.has-oldest
+	PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" $(OLDEST)/bin/pytest -n $(WORKERS) --max-worker-restart 0 \
+		-W default::DeprecationWarning -W default::PendingDeprecationWarning \
+		tests/contract tests/launch/test_launchers.py tests/recipes tests/features/test_trackers.py $(ARGS)
 
 check: $(VENV)/.has-test
 	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 -m "check and not soak" $(ARGS)
@@ -96,11 +106,19 @@ docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build
 
 clean:
-	rm -rf $(VENV) build dist site unitrain.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist site unitrain.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+# uv, since pip installs the newest only.
+$(OLDEST)/.has-oldest: pyproject.toml
+	@echo "Installing the lowest versions into $(OLDEST); torch is several GB …"
+	@$(PYTHON) -m venv --clear $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check --root-user-action=ignore uv
+	@$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[oldest]' $(WITH)
+	@touch $@
 
 # A stamp for each extra that is installed: only a changed pyproject.toml installs it again.
 $(VENV)/.has-%: pyproject.toml | $(BIN)/python
