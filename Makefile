@@ -4,7 +4,7 @@
 # make test-all  make test, then what it leaves out (a quarter of an hour more): more worlds, recipes and faults under
 #              more launchers, loops of other libraries
 # make test-oldest  run the contract, the launchers, the recipes and what uses other libraries with the lowest versions
-#              that pyproject.toml allows (a quarter of an hour, without Horovod's build)
+#              that pyproject.toml allows (a few minutes, without Horovod's build)
 # make check   check style, types, the documentation site, Dockerfiles, and the released packages
 # make soak    run every fault under every launcher, kills at random moments, and what make test-all leaves out: most
 #              benchmarks' short forms, more worlds, ten times the examples of Hypothesis (about half an hour), and
