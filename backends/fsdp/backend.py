@@ -52,7 +52,7 @@ class FSDPBackend(ProcessGroupBackend):
 
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise BackendError(
-                f"backend fsdp needs a newer torch than {torch.__version__}, such as 2.15: install it, or use ddp."
+                f"backend fsdp needs torch 2.13 or newer, and this is {torch.__version__}: update it, or use ddp."
             )
         settings = config.section(cls.name, FSDPSettings)
         if settings.cpu_offload and config.precision == "fp16":
