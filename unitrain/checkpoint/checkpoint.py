@@ -85,8 +85,9 @@ class Checkpoint:
         self._hooks: list[CheckpointHook] = []
         self.closed: bool = False
         # Now, since at the first save an hour of training could be lost.
-        ranks.on_main(lambda: self.folder.claim(contents.nbytes))
-        ranks.on_main(self._look)
+        with ranks.collectives.pulse.within("strategy.checkpoint, claiming its folder"):
+            ranks.on_main(lambda: self.folder.claim(contents.nbytes))
+            ranks.on_main(self._look)
         step.hooks.add_hook(self._epoch_end)
         stopping.listen(self)
 

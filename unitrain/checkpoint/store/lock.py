@@ -134,7 +134,7 @@ class Lock:
     def _is_renewed(self, holder: Holder) -> bool:
         """Return whether the file is renewed within the next seconds; not if it has not been for long."""
         first = self._renewed()
-        left = STALE_S - (self._clock() - first)
+        left = min(STALE_S, STALE_S - (self._clock() - first))  # a wrong clock's time, or a restored file's, lies ahead
         if left > 0:
             print_stderr(
                 f"unitrain: {self._store} is locked by {holder}. Waiting for up to {left:.0f} s to see whether that "
