@@ -186,7 +186,10 @@ def test_a_folder_that_is_gone_is_made_again_and_reported(
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (replace, r"checkpoints can't be written to .*/run: .*File exists"),
+        (
+            replace,
+            r"can't be written to .*/run: .*File exists: .* in .*/run\. Move the file that is in the way, or use",
+        ),
         (of_another_host, r"run was taken by process \d+ on elsewhere while this run was saving to it"),
     ],
 )
