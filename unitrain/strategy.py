@@ -27,6 +27,8 @@ from unitrain.data.order.shares import reduced
 from unitrain.device import pick_device
 from unitrain.errors import ConfigError, UsageError
 from unitrain.job.job import join
+from unitrain.job.watch.messages import Exits
+from unitrain.job.watch.stopping import Stopped
 from unitrain.launch.detect import Launch
 from unitrain.pulse import CLOSING
 from unitrain.training.feature import Feature
@@ -563,6 +565,8 @@ class Strategy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._job.failed = self._job.failed or kind is not None
+        if isinstance(error, SystemExit) and error.code and not isinstance(error, Stopped) and self._job.watch:
+            self._job.watch.send(Exits(f"called sys.exit({error.code!r})"))
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:

@@ -14,7 +14,7 @@ from unitrain.checkpoint.hooks import Candidate, CheckpointHook
 from unitrain.checkpoint.origin import Origin
 from unitrain.checkpoint.sharded.loading import CheckpointView, open_on_all
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
-from unitrain.checkpoint.sharded.saving import Portion, divided, gathered, shared_store
+from unitrain.checkpoint.sharded.saving import Portion, divided, first_reason, gathered, shared_store
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
@@ -85,8 +85,9 @@ class Checkpoint:
         self._hooks: list[CheckpointHook] = []
         self.closed: bool = False
         # Now, since at the first save an hour of training could be lost.
-        ranks.on_main(lambda: self.folder.claim(contents.nbytes))
-        ranks.on_main(self._look)
+        with ranks.collectives.pulse.within("strategy.checkpoint, claiming its folder"):
+            ranks.on_main(lambda: self.folder.claim(contents.nbytes))
+            ranks.on_main(self._look)
         step.hooks.add_hook(self._epoch_end)
         stopping.listen(self)
 
@@ -278,12 +279,17 @@ class Checkpoint:
                     f"the run in {self.folder} was trained with other settings: {'; '.join(changed)}. Use the same "
                     "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
                 )
-            contents.fit(view, force=force)
-            damage = view.verify()
-            if not damage:
+            why = ""
+            try:
+                contents.fit(view, force=force)
+            except CheckpointError as error:
+                why = f"{view.place}: {error}"
+            misfit = first_reason(ranks, why)
+            damage = "" if misfit else view.verify()
+            if not misfit and not damage:
                 return view
             view.close()
-            ranks.on_main(partial(search.reject, damage))
+            ranks.on_main(partial(search.refuse, misfit) if misfit else partial(search.reject, damage))
         return None
 
     def go_back(self, located: Located | None) -> bool:
