@@ -272,7 +272,8 @@ class Loader:
             raise DataError(
                 "a loader's sampler yields other indices on one rank than on another, so samples would be left out and "
                 "repeated: draw its random numbers from python's, numpy's or torch's global generators, which the "
-                "loader seeds alike, or from a generator that is seeded with the epoch (set_epoch)."
+                "loader seeds alike, or from a generator that is seeded with the epoch (set_epoch). It must yield the "
+                "indices of all ranks, which the loader divides."
             )
 
     @property

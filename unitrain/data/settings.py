@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 from unitrain.data.options import LoaderOptions, WorkerOptions
 from unitrain.data.order.division import Batching, Division
+from unitrain.data.order.samplers import replicas_of
 from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
 from unitrain.errors import ConfigError, DataError, nearest
 
@@ -132,7 +133,7 @@ class LoaderSettings:
             if loader.batch_size is None:
                 self.batch_sampler = loader.batch_sampler
                 return
-            self.shuffle, self.sampler = _order_of(loader.sampler)
+            self.shuffle, self.sampler = _order_of(loader.sampler, self.dataset)
         if self.global_batch_size is None and self.batch_size is None:
             self.batch_size = loader.batch_size
 
@@ -157,12 +158,17 @@ class LoaderSettings:
             raise ConfigError(f"{' and '.join(given)} are mutually exclusive.")
         if given and self.is_iterable:
             raise ConfigError(f"{given[0]} is not supported for an iterable dataset, which defines its own order.")
-        # DistributedSampler knows its rank, so each rank would shard a part of the dataset again.
-        for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
-            if isinstance(sampler, DistributedSampler):
+        if _only_shards(self.sampler, self.dataset):
+            raise ConfigError(
+                "strategy.dataloader shards the dataset itself, so that a DistributedSampler would shard it twice: "
+                f"pass shuffle={self.sampler.shuffle} instead."
+            )
+        for sampler in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            if len(replicas_of(sampler)) > 1:
                 raise ConfigError(
-                    "strategy.dataloader shards the dataset itself, so that a DistributedSampler would shard it twice: "
-                    f"pass shuffle={sampler.shuffle} instead."
+                    f"a {type(sampler).__name__} makes the batches of one rank, but a batch_sampler must yield the "
+                    "indices of all ranks for each optimizer step, the same on every rank: pass it as sampler= with a "
+                    "batch size if it yields indices, or let it shard nothing (num_replicas=1, rank=0)."
                 )
 
     def _check_size(self) -> None:
@@ -253,17 +259,31 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _order_of(sampler: Any) -> tuple[bool, Any]:
+def _order_of(sampler: Any, dataset: Any) -> tuple[bool, Any]:
     """Return a DataLoader's sampler as ``shuffle`` and ``sampler``.
 
-    torch's own are replaced by the loader's order, which is the same on any number of ranks; others are kept.
+    torch's own over the whole dataset are replaced by the loader's order, which is the same on any number of ranks;
+    others are kept.
     """
-    if isinstance(sampler, DistributedSampler):
+    if _only_shards(sampler, dataset):
         return sampler.shuffle, None
-    is_random = type(sampler) is RandomSampler and not sampler.replacement
-    whole = is_random and sampler.num_samples == len(sampler.data_source)
-    if whole and sampler.generator is None:  # with one of the user's, the order follows from its seed as well
-        return True, None
-    if type(sampler) is SequentialSampler:
+    if _is_over(sampler, RandomSampler, dataset):
+        whole = not sampler.replacement and sampler.num_samples == len(dataset)
+        if whole and sampler.generator is None:  # with one of the user's, the order follows from its seed as well
+            return True, None
+    if _is_over(sampler, SequentialSampler, dataset):
         return False, None
     return False, sampler
+
+
+def _only_shards(sampler: Any, dataset: Any) -> bool:
+    """Return whether a sampler shards the dataset, and may shuffle it, as the loader does. A subclass may do more."""
+    return _is_over(sampler, DistributedSampler, dataset)
+
+
+def _is_over(sampler: Any, kind: type, dataset: Any) -> bool:
+    """Return whether a sampler is of this class, and yields indices of the whole dataset, and not of another."""
+    if type(sampler) is not kind:
+        return False
+    source = sampler.dataset if kind is DistributedSampler else sampler.data_source
+    return len(source) == len(dataset)
