@@ -55,6 +55,8 @@ class LoaderSettings:
     """Keyword arguments for the DataLoader."""
     division: Division | None = field(init=False, default=None)
     """Divides global batches; None if they are divided by the number of samples alone."""
+    held: int | None = field(init=False, default=None)
+    """Number of samples when the epoch in progress began, of a map-style dataset; None between epochs."""
 
     @classmethod
     def of(cls, dataset: Any, options: LoaderOptions) -> LoaderSettings:
@@ -93,6 +95,11 @@ class LoaderSettings:
                     f"{self.division.limit} and micro_batch_size={self.micro_batch_size} are mutually exclusive: each "
                     "determines the number of micro-batches per step."
                 )
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of a map-style dataset in this epoch. It may change between epochs."""
+        return len(self.dataset) if self.held is None else self.held
 
     @property
     def is_iterable(self) -> bool:
@@ -281,9 +288,9 @@ def _only_shards(sampler: Any, dataset: Any) -> bool:
     return _is_over(sampler, DistributedSampler, dataset)
 
 
-def _is_over(sampler: Any, kind: type, dataset: Any) -> bool:
+def _is_over(sampler: Any, kind: Any, dataset: Any) -> bool:
     """Return whether a sampler is of this class, and yields indices of the whole dataset, and not of another."""
     if type(sampler) is not kind:
         return False
     source = sampler.dataset if kind is DistributedSampler else sampler.data_source
-    return len(source) == len(dataset)
+    return bool(len(source) == len(dataset))
