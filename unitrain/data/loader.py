@@ -77,6 +77,7 @@ class Loader:
         self._resumed_unasked = False  # in a later epoch, which the script has not asked for
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
         self._given = given
+        self._made_at = call_site.current()
         self.epoch = 0
         self._source: Iterable | MapStyle = make_source(communicator, config, local_world_size, given, plan)
 
@@ -208,9 +209,14 @@ class Loader:
             complete = True
         finally:
             # Reached by break and by exceptions, too, and by the garbage collector for a generator that was dropped.
-            if not complete and iteration is self._iteration and not self._loop.leave(iteration):
-                self._drop(iteration)
+            if not complete and iteration is self._iteration:
+                if self._loop.leave(iteration):
+                    self._tell_repeated(iteration)
+                else:
+                    self._drop(iteration)
         self._loop.end(iteration, complete=True)
+        if self._loop.is_training():
+            self._tell_repeated(iteration)
         sampled = self._source.drawn(self._seed, self._epoch)
         if sampled and self._communicator.world_size > 1 and self._loop.is_training():
             self._check_same_order()  # not before the epoch, where one rank alone may look at a batch
@@ -234,6 +240,15 @@ class Loader:
                 f"an iteration over this loader was left after {samples} samples, and no optimizer had stepped in it: "
                 "it does not count. Its samples come again, and state_dict() has the position at its beginning. To "
                 "count them, call state_dict() in the loop, before leaving it, and load_state_dict() with that."
+            )
+
+    def _tell_repeated(self, iteration: Iteration) -> None:
+        """Warn if another loader of the same line was trained on in the same random order."""
+        if self._given.is_random and self._loop.repeats(iteration, self._made_at):
+            self._warn(
+                f"a second loader that was made at {self._made_at} has shuffled as the first did, and drawn the same "
+                f"random augmentations: both follow from the seed and the epoch, which was {self._epoch} in both. Keep "
+                "one loader, whose dataset may change between epochs, or set loader.epoch to the number of the round."
             )
 
     def _batches(self, iteration: Iteration, *, comparing: bool) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
 )
 
@@ -100,6 +101,12 @@ class LoaderSettings:
     def samples(self) -> int:
         """Number of samples of a map-style dataset in this epoch. It may change between epochs."""
         return len(self.dataset) if self.held is None else self.held
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the order of a map-style dataset may differ from epoch to epoch."""
+        sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
+        return self.shuffle or isinstance(sampler, Sampler)
 
     @property
     def is_iterable(self) -> bool:
