@@ -61,11 +61,11 @@ def test_other_rounds_are_not_warned_of(strategy: Strategy) -> None:
             train(strategy, loader, *trained, steps=99)
         for _ in range(2):
             train(strategy, strategy.dataloader(DATA, batch_size=4), *trained, steps=99)
-        for _ in range(2):  # a fold trains its own model
-            train(strategy, strategy.dataloader(DATA, batch_size=4, shuffle=True), *prepared(strategy), steps=99)
         pair = [strategy.dataloader(DATA, batch_size=4, shuffle=True) for _ in range(2)]
         for (rows,), (others,) in zip(*pair, strict=True):  # side by side
             strategy.step(trained[0](torch.cat([rows, others])).mean(), trained[1], weight=4)
         for data in (DATA, DATA):
             with torch.no_grad():
                 list(strategy.dataloader(data, batch_size=4, shuffle=True))
+        for _ in range(2):  # a fold trains its own model
+            train(strategy, strategy.dataloader(DATA, batch_size=4, shuffle=True), *prepared(strategy), steps=99)

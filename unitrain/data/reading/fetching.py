@@ -73,7 +73,7 @@ class BatchReader(Dataset[Any]):
     def _digests(self, request: Request) -> list[tuple[int, int]]:
         """Return each sample's index and digest; nothing if they can't be read, or are others when read again.
 
-        Those of a dataset with a generator of its own, for example.
+        So they are if the dataset draws from a generator that nobody seeds.
         """
         assert request.seeds is not None
 

@@ -136,12 +136,12 @@ class TrainingLoop:
     def repeats(self, iteration: Iteration, made_at: str) -> bool:
         """Record the order of an iteration that was trained on. Return whether it repeats that of another loader.
 
-        Only if that one had ended before, and with the same models: two loaders may be read side by side, and those of
-        a cross-validation's folds in one order.
+        Only if that one had ended before, and with one optimizer and the same models: two loaders may be read side by
+        side, and those of a cross-validation's folds in one order.
         """
         steps = self._optimizer_steps.count
         iteration.end_early(steps)
-        if not iteration.trained:
+        if not iteration.trained or self._step.windows.count > 1:
             return False
         key, models = (made_at, iteration.order), [ref(module) for module in self._prepared]
         current = iteration.loader, models, steps
