@@ -99,6 +99,14 @@ class LoopListener(Protocol):
     def end(self, iteration: Iteration, *, complete: bool) -> None:
         """Record the end of an iteration. If it is not complete, its batches do not count."""
 
+    def repeats(self, iteration: Iteration, made_at: str) -> bool:
+        """Record the order of an iteration that was trained on. Return whether it repeats that of another loader.
+
+        Args:
+            iteration: one that has ended.
+            made_at: the line of the script that made the loader: the other was made there, and trained the same models.
+        """
+
     def follows(self) -> None:
         """Record that the script continues after the previous training iteration."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import ref
 
 import torch
+from torch import nn
 
 from unitrain.data.loop import Batches, Iteration, optimizer_steps
 from unitrain.data.order.sharding import MicroBatch
@@ -38,6 +40,9 @@ class TrainingLoop:
         self._optimizer_steps = optimizer_steps()
         self._evaluations: list[Iteration] = []  # in progress
         self._latest: Iteration | None = None  # has yielded the last batch
+        # By the line that made a loader, and the order: which loader has trained which models last, and until which
+        # step of all optimizers.
+        self._orders: dict[tuple[str, tuple[int, int] | None], tuple[object, list[ref[nn.Module]], int]] = {}
         self.shares: tuple[int, ...] = prepared.shares
         self.evaluating: bool = False
 
@@ -127,6 +132,22 @@ class TrainingLoop:
         iteration.end_early(self._optimizer_steps.count)
         self.end(iteration, complete=False)
         return iteration.trained
+
+    def repeats(self, iteration: Iteration, made_at: str) -> bool:
+        """Record the order of an iteration that was trained on. Return whether it repeats that of another loader.
+
+        Only if that one had ended before, and with one optimizer and the same models: two loaders may be read side by
+        side, and those of a cross-validation's folds in one order.
+        """
+        steps = self._optimizer_steps.count
+        iteration.end_early(steps)
+        if not iteration.trained or self._step.windows.count > 1:
+            return False
+        key, models = (made_at, iteration.order), [ref(module) for module in self._prepared]
+        current = iteration.loader, models, steps
+        loader, trained, until = self._orders.get(key, current)
+        self._orders[key] = current
+        return loader is not iteration.loader and trained == models and (iteration.began_at or 0) >= until
 
     def gathers(self) -> None:
         """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.
