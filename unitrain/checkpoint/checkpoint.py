@@ -217,7 +217,7 @@ class Checkpoint:
                 "resume() to continue that run, or discard() to remove them, before training, or use another folder."
             )
 
-    def resume(self, path: str | Path | None = None, *, force: bool = False) -> bool:
+    def resume(self, path: str | Path | None = None, *, force: bool = False, new_options: bool = False) -> bool:
         """Resume from the newest intact checkpoint, and return whether there is one. Collective.
 
         A damaged checkpoint is reported on stderr, and the previous one is used. The state is compared with the run's
@@ -228,6 +228,9 @@ class Checkpoint:
             path: path or URL of a checkpoint to resume from (``.../step-0000000120``), or ``"best"`` for the one that
                 was last saved with ``best=True``, instead of the newest.
             force: resume even if settings that affect training have changed.
+            new_options: train with the options of optimizers and schedulers as the script has made them (``lr``,
+                ``T_max``), and not as saved. Schedulers are stepped to where the checkpoint is; a ReduceLROnPlateau,
+                and the learning rate that it sets, are as saved. No effect in a run that goes back.
 
         Raises:
             CheckpointError: no checkpoint is intact, or it does not fit this run; on every rank, with nothing changed.
@@ -236,16 +239,18 @@ class Checkpoint:
         with ranks.collectives.pulse.within("checkpoint.resume"), self._prepared.training_weights():
             ranks.on_main(self._writer.finish)  # what this run saves in the background may be what it goes back to
             candidates = [] if path is not None else [copy for hook in self._hooks for copy in hook.candidates()]
-            view = self._open(Search(self.folder, path, [copy.located for copy in candidates]), force=force)
+            begins = not self._step.global_step  # in a run that goes back, its schedulers have changed the options
+            new_options = new_options and begins
+            search = Search(self.folder, path, [copy.located for copy in candidates])
+            view = self._open(search, force=force, new_options=new_options)
             if view is None:
                 return False
             changed = self._origin.changed_settings(view.manifest)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             folder, place = ranks.on_main(lambda: self._settle(view, candidates, is_newest=path is None))
-            # In a run that goes back, its schedulers have changed the options.
-            replaced = [] if self._step.global_step else contents.replaced_options(view.outlines)
-            contents.load(view)
+            replaced = contents.replaced_options(view.outlines, new_options=new_options) if begins else []
+            contents.load(view, new_options=new_options)
             step = self._step.global_step
             self._writer.go_on_from(step)
             for hook in self._hooks:
@@ -254,13 +259,14 @@ class Checkpoint:
         if view.saved is not None:  # on rank 0
             print_stderr(f"unitrain: resumed after step {step}, from {view.saved.located}{place}")
             if replaced:
+                remedy = "set them after resume()" if new_options else "call resume(new_options=True)"
                 print_stderr(
                     f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
-                    "other values, set them after resume(), or start a new run in another folder."
+                    f"the script's values, {remedy}, or start a new run in another folder."
                 )
         return True
 
-    def _open(self, search: Search, *, force: bool) -> CheckpointView | None:
+    def _open(self, search: Search, *, force: bool, new_options: bool = False) -> CheckpointView | None:
         """Return the first intact checkpoint of a search, if there is one. Collective.
 
         Raises CheckpointError if it does not fit this run.
@@ -278,7 +284,7 @@ class Checkpoint:
                     f"the run in {self.folder} was trained with other settings: {'; '.join(changed)}. Use the same "
                     "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
                 )
-            contents.fit(view, force=force)
+            contents.fit(view, force=force, new_options=new_options)
             damage = view.verify()
             if not damage:
                 return view

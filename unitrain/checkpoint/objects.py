@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,14 @@ from unitrain.errors import CheckpointError
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.state_parts import StatePart
 
+# Options that decide which tensors the state of a parameter has.
+_OF_STATES = ("amsgrad", "centered", "momentum")
+# What schedulers add to the options of parameter groups.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+NEW_RUN = (
+    "begin a new run in another folder: `unitrain checkpoint merge` writes the weights to a file, which strategy.load "
+    "reads"
+)
 _MOST_BYTES = 2**20  # of an object's tensors; larger ones are weights, which code between epochs does not change
 # What schedulers of a cycle change beside the learning rate.
 _CYCLED = ("momentum", "betas")
@@ -39,6 +47,11 @@ class ObjectPart(StatePart):
     def key(self) -> str:
         """The key of the part in a checkpoint."""
         return self.name
+
+    @property
+    def class_name(self) -> str:
+        """The name of the object's class."""
+        return type(self._value).__name__
 
     def state(self) -> Any:
         """Return this rank's state of the object."""
@@ -146,7 +159,10 @@ class OptimizerPart(ObjectPart):
         return names_of(self.optimizer, modules)
 
     def check(self, outline: Any, *, force: bool) -> None:
-        """Raise CheckpointError unless the saved parameter groups are as large as the optimizer's."""
+        """Raise CheckpointError unless a saved state is of parameter groups as large, and of such an optimizer.
+
+        With ``force``, tensors in the state may be missing.
+        """
         _check_is_state(self.name, outline)
         groups = self.optimizer.param_groups, outline.get(GROUPS, [])
         now, saved = ([len(group.get(PARAMS, [])) for group in side] for side in groups)
@@ -155,6 +171,20 @@ class OptimizerPart(ObjectPart):
                 f"{self.name} has parameter groups of {saved} parameters in the checkpoint, but of {now} in this run. "
                 "Nothing was loaded."
             )
+        for group, of_saved in zip(self.optimizer.param_groups, outline[GROUPS], strict=True):
+            missing = self.optimizer.defaults.keys() - of_saved.keys()
+            unknown = of_saved.keys() - group.keys() - _OF_SCHEDULERS
+            if missing and unknown:  # another version of the library has more options, or fewer
+                raise another_class(
+                    self.name, f"an optimizer with {', '.join(sorted(unknown))}", self.class_name, NEW_RUN
+                )
+            for key in group.keys() & of_saved.keys() & set(_OF_STATES if "max_momentum" not in group else ()):
+                if bool(group[key]) != bool(of_saved[key]) and not force:
+                    raise CheckpointError(
+                        f"{self.name}'s {key} is {of_saved[key]!r} in the checkpoint, but {group[key]!r} in this run, "
+                        f"and its state depends on that. Make the optimizer with {key}={of_saved[key]!r}, or call "
+                        "resume(force=True), which keeps that, or use another folder. Nothing was loaded."
+                    )
 
     def in_order(self, saved: Any, optimizer: str, order: list[int]) -> Any:
         """Return a saved state, or its outline, with the parameters in the order of this run."""
@@ -165,9 +195,12 @@ class OptimizerPart(ObjectPart):
         saved.load_into(self.optimizer)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
 
-    def load_with_options(self, saved: SentState) -> None:
-        """Load a saved state, but leave the options of the parameter groups as they are. Collective."""
-        options = self.remember()
+    def load_with_options(self, saved: SentState, *, replaced: Sequence[str] = ()) -> None:
+        """Load a saved state, but leave the options of the parameter groups that are not ``replaced``. Collective."""
+        options = [
+            {key: value for key, value in group.items() if key not in (PARAMS, *replaced)}
+            for group in self.optimizer.param_groups
+        ]
         self.load(saved)
         for group, kept in zip(self.optimizer.param_groups, options, strict=True):
             group.update(kept)
@@ -200,15 +233,12 @@ class OptimizerPart(ObjectPart):
         return replaced
 
 
-def part_of(name: str, value: Any, prepared: PreparedModules, communicator: Communicator) -> ObjectPart:
-    """Return the part of a checkpoint that an object of the script is."""
-    if isinstance(value, nn.Module):
-        return ModulePart(name, value, prepared)
-    if isinstance(value, Optimizer):
-        return OptimizerPart(name, value)
-    if isinstance(value, Loader):
-        return LoaderPart(name, value, communicator)
-    return DictPart(name, value) if isinstance(value, dict) else ObjectPart(name, value)
+def another_class(name: str, saved: str, now: str, remedy: str) -> CheckpointError:
+    """Return the error that the state of an optimizer or a scheduler is of another class."""
+    return CheckpointError(
+        f"{name} is {saved} in the checkpoint, but {now} in this run, which can't continue from its state. Make it as "
+        f"it was, or {remedy}. Nothing was loaded."
+    )
 
 
 def _check_is_state(name: str, outline: Any) -> None:
