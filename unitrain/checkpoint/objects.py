@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import GROUPS, PARAMS, Name, in_order, names_of
+from unitrain.checkpoint.store.torch_files import plain
 from unitrain.checkpoint.writer import snapshot
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import Form, SentState
@@ -55,7 +56,7 @@ class ObjectPart(StatePart):
 
     def state(self) -> Any:
         """Return this rank's state of the object."""
-        return self._value.state_dict()
+        return plain(self._value.state_dict())
 
     def complete(self, state: Any) -> Any:
         """Return the state to save, given this rank's state. Collective."""
@@ -81,11 +82,13 @@ class DictPart(ObjectPart):
 
     def state(self) -> Any:
         """Return the dict."""
-        return self._value
+        return plain(dict(self._value))
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
-        self._value.update(saved.receive())  # in place: the script goes on with this dict
+        refilled: set[int] = set()
+        for key, value in saved.receive().items():
+            self._value[key] = _refilled(self._value.get(key), value, refilled)
 
 
 class LoaderPart(ObjectPart):
@@ -130,7 +133,7 @@ class ModulePart(ObjectPart):
             if here != there:
                 raise CheckpointError(
                     f"the checkpoint belongs to another {self.name}: {key} is {there} in the checkpoint, but {here} in "
-                    "this run. Nothing was loaded."
+                    "this run. Build the model as it was, or use another folder. Nothing was loaded."
                 )
 
     def load(self, saved: SentState) -> None:
@@ -153,6 +156,11 @@ class OptimizerPart(ObjectPart):
     def __init__(self, name: str, value: Optimizer) -> None:
         super().__init__(name, value)
         self.optimizer: Optimizer = value
+
+    def state(self) -> Any:
+        """Return this rank's state of the optimizer."""
+        state = self._value.state_dict()
+        return {**state, GROUPS: plain(state[GROUPS])}
 
     def names(self, modules: Mapping[str, nn.Module]) -> list[Name] | None:
         """Return the names of the optimizer's parameters in modules."""
@@ -231,6 +239,31 @@ class OptimizerPart(ObjectPart):
                 if not isinstance(there, (Tensor, Form)) and not isinstance(here, Tensor) and here != there:
                     replaced.append(f"{self.name}'s {key} is {there!r}, not {here!r}")
         return replaced
+
+
+def _refilled(value: Any, saved: Any, refilled: set[int]) -> Any:
+    """Return a dict or a list of the script with the saved content, in place; or what was saved, if it is no such.
+
+    Args:
+        value: the script's object.
+        saved: what a checkpoint has in its place.
+        refilled: the ids of those that have their content already, and can't have another one, too.
+    """
+    if id(value) in refilled:
+        return saved
+    if isinstance(value, dict) and isinstance(saved, dict):
+        refilled.add(id(value))
+        items = {key: _refilled(value.get(key), item, refilled) for key, item in saved.items()}
+        value.clear()
+        for key, item in items.items():  # the update() of a Counter adds
+            value[key] = item
+        return value
+    if isinstance(value, list) and isinstance(saved, list):
+        refilled.add(id(value))
+        olds = [*value, *[None] * len(saved)]
+        value[:] = [_refilled(old, item, refilled) for old, item in zip(olds, saved, strict=False)]
+        return value
+    return saved
 
 
 def another_class(name: str, saved: str, now: str, remedy: str) -> CheckpointError:
