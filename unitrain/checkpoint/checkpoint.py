@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from unitrain.checkpoint.completeness import warn_of_missing
+from unitrain.checkpoint.completeness import Earlier, warn_of_missing
 from unitrain.checkpoint.contents import Contents
 from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.hooks import Candidate, CheckpointHook
@@ -79,6 +79,7 @@ class Checkpoint:
             patience_s=sockets.config.timeout_s,
             failed=lambda: stopping.request(RAISE_ERROR),  # all ranks raise the error at their next boundary
         )
+        self._earlier = Earlier(step)
         self._is_complete = incomplete  # on purpose, or complete, or told
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
         self._epoch_end = EpochEnd(contents, step)
@@ -151,7 +152,7 @@ class Checkpoint:
             if not self._is_complete and step:  # before the first step, no optimizer has been used
                 self._is_complete = True
                 if ranks.is_main:
-                    warn_of_missing(self.contents, self._step)
+                    warn_of_missing(self.contents, self._step, self._earlier)
             batch_norm.average_statistics(list(self.contents.modules.values()), ranks, self._prepared.shares)
             marks = ranks.all_gather_data(bool(best))
             if len(set(marks)) > 1:

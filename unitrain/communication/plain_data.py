@@ -4,7 +4,8 @@ torch.load with ``weights_only=True`` is no substitute: before torch 2.10, a str
 (CVE-2026-24747). And it builds the classes that any library of the process has declared safe.
 
 Plain are None, bools, ints, floats, complex numbers, strings, bytes, dense tensors, torch.Size, torch.device,
-torch.dtype, and lists, tuples, dicts, Counters and OrderedDicts of these that don't contain themselves; no subclasses of them.
+torch.dtype, and lists, tuples, dicts, Counters and OrderedDicts of these that don't contain themselves; no subclasses
+of them.
 """
 
 from __future__ import annotations
