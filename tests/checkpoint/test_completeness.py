@@ -98,7 +98,7 @@ def test_the_fold_before_lacks_nothing(tmp_path: Path) -> None:
         model, optimizer = strategy.prepare(module, SGD(module.parameters(), lr=0.1, momentum=0.9))
         loader = strategy.dataloader(TensorDataset(torch.ones(8, 2)), global_batch_size=4)
         kept.append((model, optimizer, loader, scheduler := StepLR(optimizer, 1)))
-        objects = {"model": model, "scheduler": scheduler, "loader": loader}
+        objects: dict[str, Any] = {"model": model, "scheduler": scheduler, "loader": loader}
         if saves_optimizer:
             objects["optimizer"] = optimizer
         checkpoint = strategy.checkpoint(tmp_path / str(fold), background=False, **objects)

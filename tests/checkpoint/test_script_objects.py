@@ -68,7 +68,7 @@ def test_scalars_of_numpy_are_numbers(tmp_path: Path) -> None:
         model, optimizer, plateau = strategy.prepare(module, optimizer, ReduceLROnPlateau(optimizer))
         plateau.step(np.float32(0.25))
         history = {"best": np.float64(0.25), "at": (np.int64(3), [np.bool_(True)]), np.int64(7): 1}
-        objects = {"model": model, "optimizer": optimizer, "plateau": plateau, "history": history}
+        objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "plateau": plateau, "history": history}
         checkpoint = strategy.checkpoint(tmp_path / "run", **objects)
         checkpoint.save()
         history.clear()
