@@ -11,7 +11,7 @@ from torch import nn
 from unitrain.checkpoint.sharded.saving import gathered
 from unitrain.checkpoint.store.located import file_at, readable
 from unitrain.checkpoint.store.store import Store
-from unitrain.checkpoint.store.torch_files import MappedFiles
+from unitrain.checkpoint.store.torch_files import MappedFiles, plain
 from unitrain.checkpoint.writer import on_host
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import SentState, leaves, outline
@@ -62,7 +62,7 @@ def _states(prepared: PreparedModules, value: Any) -> Any:
     def state(leaf: Any) -> Any:
         if isinstance(leaf, nn.Module):
             return prepared.unwrap(leaf).state_dict()
-        return leaf.state_dict() if callable(getattr(leaf, "state_dict", None)) else leaf
+        return leaf.state_dict() if callable(getattr(leaf, "state_dict", None)) else plain(leaf)
 
     return rebuilt(value, state)
 

@@ -218,7 +218,10 @@ def _copy(value: Any, earlier: Any, devices: set[torch.device]) -> Any:
         return earlier.copy_(value.detach(), non_blocking=on_gpu)
     if isinstance(value, dict):
         by_key = earlier if isinstance(earlier, dict) else {}
-        return {key: _copy(item, by_key.get(key), devices) for key, item in value.items()}
+        copied = copy.copy(value)  # of the same class
+        for key, item in value.items():
+            copied[key] = _copy(item, dict.get(by_key, key), devices)
+        return copied
     if isinstance(value, (list, tuple)):
         is_like = isinstance(earlier, (list, tuple)) and len(earlier) == len(value)
         in_order = earlier if is_like else [None] * len(value)

@@ -74,7 +74,7 @@ class Loader:
         self._compared: int | None = None
         self.identity: object = object()  # an iteration that outlives the loader must not keep its dataset in memory
         self._iteration: Iteration | None = None
-        self._resumed_unasked = False  # in a later epoch, which the script has not asked for
+        self._resumed = False  # in a later epoch, and not iterated over since
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
         self._given = given
         self._made_at = call_site.current()
@@ -122,12 +122,12 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, or of the current one. Set it to start another."""
-        self._resumed_unasked = False  # who reads the number asks for it, as range(loader.epoch, total) does
+        self._loop.epoch_asked = True  # who reads the number asks for it, as range(loader.epoch, total) does
         return self._epoch
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch, self._resumed_unasked = number, False
+        self._epoch, self._resumed = number, False
         self._begin_at(0, 0)
 
     def _begin_at(self, consumed: int, steps: int) -> None:
@@ -160,7 +160,7 @@ class Loader:
         Args:
             total: number of epochs of the whole run, including those before it was resumed.
         """
-        self._resumed_unasked = False
+        self._loop.epoch_asked = True
         # An unfinished iteration that counts is an epoch of its number: the script left it on purpose.
         for number in range(self._epoch + self._counts, total):
             if self._counts or number != self._epoch:
@@ -179,14 +179,15 @@ class Loader:
             UsageError: another iteration over this loader was started in the meantime.
             Stopped: the run is stopped at this boundary.
         """
-        if self._resumed_unasked:
-            self._resumed_unasked = False
+        resumed, self._resumed = self._resumed, False
+        # A script that counts the epochs of one loader may go round others.
+        if resumed and not self._loop.epoch_asked:
             self._warn(
                 f"this run was resumed in epoch {self._epoch}, but the script has not asked for its number: with "
                 "range(), it would train the epochs before again. Write `for epoch in loader.epochs(total)`."
             )
         if self._counts:
-            self.epoch += 1
+            self.epoch = self._epoch + 1
         elif self._iteration is not None:
             self._drop(self._iteration)
         # An evaluation in between does not show how the script counts.
@@ -220,7 +221,7 @@ class Loader:
         sampled = self._source.drawn(self._seed, self._epoch)
         if sampled and self._communicator.world_size > 1 and self._loop.is_training():
             self._check_same_order()  # not before the epoch, where one rank alone may look at a batch
-        self.epoch += 1
+        self.epoch = self._epoch + 1
 
     def _drop(self, iteration: Iteration) -> None:
         """Forget an iteration that was left before any of its batches was trained on: it does not count."""
@@ -400,7 +401,7 @@ class Loader:
             )
         # Only now: a refused state leaves the loader where it was.
         self._seed, self.epoch = state["seed"], state["epoch"]
-        self._resumed_unasked = state["epoch"] > 0
+        self._resumed = state["epoch"] > 0
         self._begin_at(state["consumed"], state["steps"])
         if again and self._communicator.is_main:
             print_stderr(

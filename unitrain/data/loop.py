@@ -74,7 +74,13 @@ class Iteration:
 
 
 class LoopListener(Protocol):
-    """Receives the notifications of loaders. The training loop implements it."""
+    """Receives the notifications of loaders. The training loop implements it.
+
+    Attributes:
+        epoch_asked: whether the script has asked a loader for its epoch.
+    """
+
+    epoch_asked: bool
 
     @property
     def shares(self) -> tuple[int, ...]:

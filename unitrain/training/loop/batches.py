@@ -56,9 +56,9 @@ class OpenBatches:
         return self._open[0] if self._open else self._trained
 
     @property
-    def trained_loaders(self) -> list[object]:
-        """The ``identity`` of each loader with a latest iteration that was trained on."""
-        return [iteration.loader for iteration in self._begun if iteration.trained]
+    def trained(self) -> list[Iteration]:
+        """The latest iteration of each loader, if it was trained on."""
+        return [iteration for iteration in self._begun if iteration.trained]
 
     @property
     def last_is_open(self) -> bool:

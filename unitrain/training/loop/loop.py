@@ -27,6 +27,7 @@ class TrainingLoop:
 
     Attributes:
         evaluating: whether an evaluation is in progress.
+        epoch_asked: whether the script has asked a loader for its epoch.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TrainingLoop:
         self._orders: dict[tuple[str, tuple[int, int] | None], tuple[object, list[ref[nn.Module]], int]] = {}
         self.shares: tuple[int, ...] = prepared.shares
         self.evaluating: bool = False
+        self.epoch_asked: bool = False
 
     def begin(self, iteration: Iteration, batches: Batches) -> Batches:
         """Record that an iteration begins. Return its batches, measured by hooks if they are trained on."""
