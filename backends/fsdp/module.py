@@ -30,7 +30,7 @@ from .settings import FSDPSettings
 from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
 
-_METHOD = "unitrain_begin"
+_METHOD = "unitrain_empty"
 
 
 class ShardedModule:
@@ -100,7 +100,10 @@ class ShardedModule:
             if device.type == "cpu":
                 # The next unit could be gathered before this one's backward, but gloo would block meanwhile.
                 fsdp_unit.set_modules_to_backward_prefetch([fsdp_unit])
-        _make_root(module)
+        # FSDP takes the first module that is called for the root.
+        with torch.no_grad():
+            _run_empty_forward(module)
+        self.reshard()
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._leaves: dict[Tensor, Tensor] = {}
         for fsdp_unit in self._units:
@@ -161,6 +164,14 @@ class ShardedModule:
         self._root.set_requires_gradient_sync(sync)
         self._root.set_is_last_backward(sync)
 
+    def reduce_rest(self) -> None:
+        """Reduce the gradients that whole parameters still have after a backward. Collective.
+
+        The units' hooks do this at the end of another backward, for those that it does not reach, too.
+        """
+        self.arm(True)
+        _run_empty_forward(self._module).backward()  # type: ignore[no-untyped-call]
+
     def refuse_calls(self) -> None:
         """Make the forward raise an error from now on: its weights can't be gathered without a process group."""
 
@@ -194,18 +205,13 @@ def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
     unit.reshard()
 
 
-def _make_root(module: FSDPModule) -> None:
-    """Register a module as the root with FSDP, which takes the first module that is called for it.
-
-    An empty method stands for the forward, so that nothing is computed.
-    """
-    assert isinstance(module, nn.Module)
-    setattr(module, _METHOD, lambda: None)
+def _run_empty_forward(module: nn.Module) -> Tensor:
+    """Run the hooks that FSDP has for a forward, without computing anything. Return an output with a graph."""
+    setattr(module, _METHOD, lambda: torch.zeros((), requires_grad=True) * 1)
     register_fsdp_forward_method(module, _METHOD)
-    with torch.no_grad():
-        getattr(module, _METHOD)()
+    output: Tensor = getattr(module, _METHOD)()
     delattr(module, _METHOD)
-    module.reshard()
+    return output
 
 
 def _policy(

@@ -57,17 +57,30 @@ def data() -> TensorDataset:
     return TensorDataset(x, x.square())
 
 
-def losses_of(strategy: unitrain.Strategy, model: nn.Module, penalty: bool = False) -> list[float]:
+def losses_of(strategy: unitrain.Strategy, model: nn.Module, terms: str = "f") -> list[float]:
+    """Train; return the losses.
+
+    Args:
+        strategy: prepares the model.
+        model: the model.
+        terms: the terms of the loss in the order of their forwards: f for the function, p for a gradient penalty.
+    """
     model, optimizer = strategy.prepare(model, SGD((p for p in model.parameters() if p.requires_grad), lr=0.005))
     losses = []
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (model(x).sum(1) - y.sum(1)).square().mean()
+
+    def penalty(x: Tensor, y: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum(1).mean()
+
     loader = strategy.dataloader(data(), global_batch_size=6)
     for _ in loader.epochs(2):
         for x, y in loader:
-            x.requires_grad_(penalty)
-            loss = (model(x).sum(1) - y.sum(1)).square().mean()
-            if penalty:
-                (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-                loss = loss + slope.square().sum(1).mean()
+            loss = torch.zeros((), dtype=x.dtype)
+            for term in terms:
+                loss = loss + (function(x, y) if term == "f" else penalty(x.clone().requires_grad_(), y))
             mean = strategy.meter()
             mean.add(mean=loss, count=len(x))
             losses.append(mean.value())
@@ -99,7 +112,7 @@ def train_what_works(backend: str, sizes: int | None, keep: bool) -> list[list[f
     if backend == "fsdp":
         settings["fsdp"] = {"wrap": sizes, "reshard_after_forward": not keep, "reshard_after_backward": False}
     with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60, **settings) as strategy:
-        found = [losses_of(strategy, net(), penalty=True), distil(strategy)]
+        found = [*(losses_of(strategy, net(), terms) for terms in ("fp", "pf")), distil(strategy)]
         return found if keep else [*found, losses_of(strategy, KeysThatFollow())]
 
 
@@ -121,6 +134,26 @@ def train_what_is_refused() -> None:
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         with pytest.raises(UsageError, match=r"set fsdp\.reshard_after_backward to false"):
             strategy.backward(slope.square().sum(), optimizer)
+
+
+def train_penalties_alone(backend: str) -> list[list[float]]:
+    """Train with a penalty that needs no gathered weights, and with one that leaves a bias unused."""
+    settings: list[dict[str, Any]] = [{}, {}]
+    if backend == "fsdp":
+        settings[1]["fsdp"] = {"find_unused_parameters": True, "reshard_after_backward": False}
+    losses = []
+    for model, its in zip((nn.Linear(4, 2, bias=False), net()), settings, strict=True):
+        with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60, **its) as strategy:
+            losses.append(losses_of(strategy, model, "p"))
+    return losses
+
+
+def test_gradients_that_reach_a_unit_without_its_hooks_are_reduced() -> None:
+    (alone,) = run_ranks(train_penalties_alone, "single", nprocs=1)
+    for found in run_ranks(train_penalties_alone, "fsdp"):
+        for losses, expected in zip(found, alone, strict=True):
+            assert expected[-1] != expected[1]
+            assert losses == pytest.approx(expected, abs=1e-9)
 
 
 def test_what_would_be_lost_or_is_freed_is_refused() -> None:
