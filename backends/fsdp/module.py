@@ -25,7 +25,7 @@ from unitrain.errors import UsageError
 from unitrain.module_copy import add_hooks, move_foreign, without_memory
 from unitrain.training.models.materialising import give_memory
 
-from .changes import ForwardChanges, explain_methods, refuse_tied
+from .changes import ForwardChanges, explain_forward, explain_methods, refuse_hidden_outputs, refuse_tied
 from .settings import FSDPSettings
 from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
@@ -86,6 +86,8 @@ class ShardedModule:
         for unit in (*units(module, wrap), module):
             give_memory(unit, device)  # until it is sharded; values come later
             changes[unit] = ForwardChanges(unit)
+            if settings.reshard_after_forward:
+                refuse_hidden_outputs(unit)
             self._divide(unit, shard)
         assert isinstance(module, FSDPModule)
         # Of the subclass that FSDP has made, which only sharded modules have.
@@ -113,11 +115,14 @@ class ShardedModule:
         for name, parameter in module.named_parameters():
             if whole_parameters[name] is not parameter:
                 self._move_hooks(whole_parameters[name], parameter)
+                for method in ("register_hook", "register_post_accumulate_grad_hook"):
+                    setattr(parameter, method, partial(self._register, parameter, method))
         module.set_reshard_after_backward(settings.reshard_after_backward)
         if not settings.reshard_after_forward:
             module.register_forward_hook(self._reshard_without_grad)
         module.set_reduce_scatter_unused_params(True)  # ranks that use different parameters reduce the same ones
         refuse_tied(module)
+        explain_forward(module)
         explain_methods(module)
 
     def _divide(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
@@ -140,6 +145,10 @@ class ShardedModule:
         add_hooks(leaf, of=old)
         leaf.requires_grad_(new.requires_grad)
 
+    def _register(self, parameter: Parameter, method: str, hook: Callable[[Tensor], Any]) -> Any:
+        """Register a hook of a shard with the leaf: autograd never reaches the shard. Return its handle."""
+        return getattr(self.leaf(parameter), method)(hook)
+
     def leaf(self, parameter: Tensor) -> Tensor | None:
         """Return the leaf of the graph for a sharded parameter; None if it is not one of this module.
 
@@ -156,7 +165,9 @@ class ShardedModule:
 
     def _reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
         """Free whole weights that no backward will free: a hook of the module's forward."""
-        if not any(tensor.requires_grad for tensor in tensors(output, opened=True)):
+        # In an object that can't be opened, there may be outputs that need a backward if the parameters do.
+        outputs = list(tensors(output, opened=True)) or self._leaves
+        if not any(tensor.requires_grad for tensor in outputs):
             self.reshard()
 
     def arm(self, sync: bool) -> None:

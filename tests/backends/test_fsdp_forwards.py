@@ -73,7 +73,8 @@ def losses_of(strategy: unitrain.Strategy, model: nn.Module, terms: str = "f") -
 
     def penalty(x: Tensor, y: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return slope.square().sum(1).mean()
+        squares: Tensor = slope.square().sum(1)
+        return squares.mean()
 
     loader = strategy.dataloader(data(), global_batch_size=6)
     for _ in loader.epochs(2):
@@ -170,6 +171,132 @@ def compiled_change() -> None:
 
 def test_compiled_forwards_can_t_change_weights_either() -> None:
     run_ranks(compiled_change, timeout=120)
+
+
+class Outputs:
+    """An object that FSDP can't look into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Block(nn.Module):
+    """A unit with another method than a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Outputs:
+        self.kept = self.layer(x)
+        return Outputs(self.layer(self.kept.tanh()))
+
+    def encode(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Unusual(nn.Module):
+    """A model that uses its layers in a way that FSDP doesn't see.
+
+    Args:
+        way: what the loss is computed from; or the layers that are used without calling them.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scales = nn.ModuleList(nn.ParameterList([nn.Parameter(torch.ones(4))]) for _ in range(2))
+        if way == "kept":
+            self.scales.requires_grad_(False)
+            self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.way == "encode":
+            return self.blocks[0].encode(x)  # type: ignore[operator]
+        if self.way == "weights":
+            return x @ self.blocks[0].layer.weight  # type: ignore[operator, union-attr]
+        for block in self.blocks:
+            x = block(x).value
+        for scale in self.scales:
+            x = x * scale[0]  # type: ignore[index]
+        return Outputs(x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        outputs = self(x).value
+        values: Tensor = self.blocks[0].kept if self.way == "kept" else outputs  # type: ignore[assignment]
+        return values.square().mean()
+
+
+def steps_of_unusual(backend: str) -> list[Tensor]:
+    """Return the weights after steps with each kind of loss; under fsdp, assert what the errors say, too."""
+    settings: dict[str, Any] = {"fsdp": {"reshard_after_forward": False}} if backend == "fsdp" else {}
+    weights: list[Tensor] = []
+    x, _ = data()[:4]
+    for way in ("outputs", "kept"):
+        with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60, **settings) as strategy:
+            model = Unusual(way)
+            model, optimizer = strategy.prepare(model, SGD((p for p in model.parameters() if p.requires_grad), lr=0.1))
+            for _ in range(2):
+                whole: Any = strategy.unwrap(model)
+                strategy.step(whole.loss(x[strategy.rank :: strategy.world_size]), optimizer)
+            weights += strategy.export(model).state_dict().values()
+    return weights
+
+
+def use_layers_without_calling_them() -> None:
+    with unitrain.init(backend="fsdp", precision="fp64", device="cpu", timeout_s=60) as strategy:
+        x, _ = data()[:4]
+        with pytest.raises(UsageError, match=r"Block returns tensors in a Outputs.*set fsdp\.reshard_after_forw"):
+            strategy.prepare(Unusual("outputs"))(x)
+        for way, layer in (("encode", r"blocks\.0\.layer, a Linear"), ("weights", "the model, a Unusual")):
+            model = strategy.prepare(Unusual(way))
+            with pytest.raises(
+                RuntimeError, match=rf"^the forward at .*{Path(__file__).name}:\d+ .*{layer}.*fsdp\.wrap"
+            ):
+                model(x)
+            if way == "encode":
+                register_fsdp_forward_method(strategy.unwrap(model).get_submodule("blocks.0"), "encode")
+                model(x)
+
+
+def test_outputs_that_fsdp_does_not_see_train_as_in_one_process_with_the_setting_that_the_error_names() -> None:
+    (alone,) = run_ranks(steps_of_unusual, "single", nprocs=1)
+    for found in run_ranks(steps_of_unusual, "fsdp"):
+        for weight, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(weight, expected, rtol=0, atol=1e-9)
+
+
+def test_layers_that_are_used_without_being_called_are_named() -> None:
+    run_ranks(use_layers_without_calling_them)
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def mask(backend: str) -> list[Tensor]:
+    """Return weights that are trained with a mask that was registered as a hook after ``prepare``."""
+    with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60) as strategy:
+        model, optimizer = strategy.prepare(model := net(), SGD(model.parameters(), lr=0.1))
+        weights = [strategy.unwrap(model).get_parameter(name) for name in ("0.weight", "2.weight")]
+        weights[0].register_hook(lambda gradient: gradient * (torch.arange(4) % 2))  # type: ignore[no-untyped-call]
+        handle = weights[1].register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+        weights[1].register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
+        for step in range(2):
+            x, _ = data()[4 * step : 4 * step + 4]
+            strategy.step(model(x[strategy.rank :: strategy.world_size]).square().mean(), optimizer)
+            handle.remove()
+        return list(strategy.export(model).state_dict().values())
+
+
+def test_hooks_that_are_registered_on_shards_run() -> None:
+    (alone,) = run_ranks(mask, "single", nprocs=1)
+    for found in run_ranks(mask, "fsdp"):
+        for weight, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(weight, expected, rtol=0, atol=1e-9)
 
 
 class Tied(nn.Module):
