@@ -137,16 +137,15 @@ class FSDPBackend(ProcessGroupBackend):
         """
         if self._mesh is None:
             return module
-        from .module import ShardedModule
-        from .units import has_forward
-
         original = getattr(module, "_orig_mod", module)  # of torch.compile
-        if not has_forward(original):
+        if isinstance(original, (nn.ModuleList, nn.ModuleDict)):
             raise UsageError(
                 f"a {type(original).__name__} has no forward that could gather its weights: prepare what is in it."
             )
         if not any(True for _ in original.parameters()):
             return module.to(self.device)
+        from .module import ShardedModule
+
         sharded = ShardedModule(
             original,
             self._mesh,

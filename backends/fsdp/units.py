@@ -56,7 +56,7 @@ def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.
         child for layer in module.modules() if isinstance(layer, nn.MultiheadAttention) for child in layer.children()
     }
     inner = [layer for layer in module.modules() if layer is not module and layer not in uncalled]
-    inner = [layer for layer in inner if has_forward(layer) and not isinstance(layer, (nn.Sequential, _BatchNorm))]
+    inner = [layer for layer in inner if _has_forward(layer) and not isinstance(layer, (nn.Sequential, _BatchNorm))]
     if isinstance(wrap, int):
         return inner
     if wrap is None:
@@ -73,7 +73,7 @@ def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.
     return [layer for layer in inner if type(layer).__name__ in wrap]
 
 
-def has_forward(module: nn.Module) -> bool:
+def _has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called, as a list of modules or of parameters can't."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 

@@ -413,7 +413,7 @@ def open_with_wrong_settings() -> None:
         ({"communication": "nccl"}, "is nccl, but torch.distributed does not have nccl for devices of type cpu"),
         (
             {"wrap": ["Blok"]},
-            r"names 'Blok', but the model has no module of that class with a forward\. Did you mean 'Block'\?",
+            r"names 'Blok', but the model has no module of that class with a forward\. Did you mean 'Block'",
         ),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -69,7 +69,8 @@ def losses_of(strategy: unitrain.Strategy, model: nn.Module, terms: str = "f") -
     losses = []
 
     def function(x: Tensor, y: Tensor) -> Tensor:
-        return (model(x).sum(1) - y.sum(1)).square().mean()
+        errors: Tensor = model(x).sum(1) - y.sum(1)
+        return errors.square().mean()
 
     def penalty(x: Tensor, y: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
