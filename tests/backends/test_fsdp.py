@@ -413,7 +413,10 @@ def test_what_can_t_be_done_with_shards_is_refused_with_a_remedy() -> None:
 def open_with_wrong_settings() -> None:
     for settings, said in (
         ({"communication": "nccl"}, "is nccl, but torch.distributed does not have nccl for devices of type cpu"),
-        ({"wrap": ["Blok"]}, r"names 'Blok', but the model has no module of that class\. Did you mean 'Block'\?"),
+        (
+            {"wrap": ["Blok"]},
+            r"names 'Blok', but the model has no module of that class with a forward\. Did you mean 'Block'",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             unitrain.init(backend="fsdp", device="cpu", fsdp=settings, timeout_s=30).prepare(made()[0])
