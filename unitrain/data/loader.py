@@ -233,7 +233,7 @@ class Loader:
         """Yield the batches that this rank is to get, and notify the loop of each micro-batch of all ranks."""
         batches = feed(self._source.batches(self._seed, self._epoch, *self._start), self._communicator.device)
         for micro_batch, batch in self._loop.begin(iteration, batches):
-            if not self._loop.hand_out(micro_batch, iteration):
+            if not self._loop.hand_out(micro_batch, iteration, batch):
                 continue  # a stand-in that nothing needs
             yield batch
             if iteration is not self._iteration:
