@@ -23,9 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unitrain.data.loop import CurrentBatch, Iteration
 from unitrain.data.order.sharding import MicroBatch
-from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
 from unitrain.pulse import ITERATION
+from unitrain.structure import tensors
 from unitrain.training.loop.weights import Losses
 
 Entry: TypeAlias = tuple[MicroBatch, Iteration]
@@ -58,7 +58,7 @@ class OpenBatches:
         self._latest: tuple[Any, Entry] | None = None  # the batch that was yielded last
         # Where several loaders are iterated over at once, or batches taken ahead; empty, and without cost, elsewhere.
         self._held: dict[object, Entry] = {}  # by loader, the last batch of each iteration in progress
-        self._unsure: dict[object, Entry] = {}  # by loader, a batch of which it is not known whether it was trained on
+        self._unsure: dict[object, Entry] = {}  # by loader, one that may not have been trained on yet
         self._known: Any = WeakIdKeyDictionary()  # by their tensors, batches that are in memory; None: of several
 
     @property
@@ -214,7 +214,7 @@ class OpenBatches:
                 self._refuse(micro_batch, entry[0])
 
     def _of_batches(self, losses: Losses) -> MicroBatch:
-        """Return the micro-batch of a backward of which the script passes the batch, or one for each loss."""
+        """Return the micro-batch of a backward, given the batch by the script, or one for each loss."""
         of_losses = [self._find(batch) for batch in losses.batches]
         entries = list({id(entry): entry for each in of_losses for entry in each}.values())
         if len(entries) == 1:

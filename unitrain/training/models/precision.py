@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
-from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import Precision as PrecisionName
-from unitrain.data.structure import rebuilt
 from unitrain.device import HALF_DTYPES, devices_of, precise
 from unitrain.errors import ConfigError
 from unitrain.training.gradients.sharded_guard import ShardedScaler
@@ -69,12 +68,8 @@ class _AutocastForward:
 
 
 def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return rebuilt((args, kwargs), _to_double)
-
-
-def _to_double(value: Any) -> Any:
-    floats = value.data if isinstance(value, PackedSequence) else value
-    return value.double() if isinstance(floats, Tensor) and floats.is_floating_point() else value
+    # By torch's pytree, which compilers can trace.
+    return tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, (args, kwargs))
 
 
 def check_precision(name: PrecisionName, device: torch.device) -> None:
