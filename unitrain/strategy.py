@@ -35,7 +35,7 @@ from unitrain.training.feature import Feature
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep
-from unitrain.training.loop.weights import ScriptLosses, ScriptWeights
+from unitrain.training.loop.weights import OfBatch, ScriptLosses, ScriptWeights
 from unitrain.training.meter import Meter
 from unitrain.training.models import batch_norm, preparation
 from unitrain.training.models.buffers import BufferSync
@@ -176,6 +176,7 @@ class Strategy:
         scheduler: Any = None,
         *,
         weight: ScriptWeights = None,
+        batch: Any = None,
     ) -> StepResult:
         """Run backward, average, unscale, check and clip the gradients, step, and clear the gradients. Collective.
 
@@ -190,6 +191,9 @@ class Strategy:
             weight: weight of this rank's mean, the number of its tokens, say. Default: the number of samples in the
                 batch that the strategy's loader yielded last; without such a loader all ranks weigh the same. Of
                 several losses, a list or dict of their weights. A loss of weight 0 may be NaN.
+            batch: the batch that the loss is of, as its loader yielded it, or a tensor of it. Needed where several
+                batches are in use, from one loader or several, and an error asks for it. Of several losses, a list or
+                dict of their batches.
 
         Raises:
             UsageError: the loss is not a scalar that requires grad, losses and weights don't match, a micro-batch was
@@ -202,13 +206,14 @@ class Strategy:
         """
         if scheduler is not None:
             check_scheduler(scheduler)
+        given = weight if batch is None else OfBatch(batch, weight)
         if isinstance(optimizer, Optimizer):
-            return self._step.step(loss, optimizer, scheduler, weight)
+            return self._step.step(loss, optimizer, scheduler, given)
         if not isinstance(optimizer, Sequence) or not optimizer:
             raise UsageError(
                 f"step() takes a torch optimizer, or a non-empty list of them, not {type(optimizer).__name__}."
             )
-        self._step.backward(loss, optimizer, weight=weight)
+        self._step.backward(loss, optimizer, weight=given)
         results = [self._step.update(each) for each in optimizer]
         # The scheduler steps with its optimizer: the others may have skipped the step, or not.
         scheduled = getattr(scheduler, "optimizer", None)
@@ -225,6 +230,7 @@ class Strategy:
         *,
         sync: bool | None = None,
         weight: ScriptWeights = None,
+        batch: Any = None,
     ) -> None:
         """Run the first half of ``step``, for several losses with one optimizer, or several optimizers. Collective.
 
@@ -238,8 +244,10 @@ class Strategy:
             sync: whether this backward ends the accumulation window and synchronises the gradients. Default: decided
                 by the loader, or by counting ``update`` calls.
             weight: as in ``step``. Losses of one micro-batch share the weight of the first.
+            batch: as in ``step``.
         """
-        self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=weight)
+        given = weight if batch is None else OfBatch(batch, weight)
+        self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=given)
         self._step.remember_gradients()
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:

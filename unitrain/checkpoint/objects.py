@@ -15,8 +15,8 @@ from unitrain.checkpoint.writer import snapshot
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import Form, SentState
 from unitrain.data import Loader
-from unitrain.data.structure import tensors
 from unitrain.errors import CheckpointError
+from unitrain.structure import tensors
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.state_parts import StatePart
 

@@ -261,7 +261,7 @@ class Loader:
         else:
             batches = self._source.batches(*place)
         for micro_batch, batch in self._loop.begin(iteration, feed(batches, self._communicator.device)):
-            if not self._loop.hand_out(micro_batch, iteration):
+            if not self._loop.hand_out(micro_batch, iteration, batch):
                 continue  # a stand-in that nothing needs
             yield batch
             if iteration is not self._iteration:

@@ -92,7 +92,7 @@ class LoopListener(Protocol):
     def begin(self, iteration: Iteration, batches: Batches) -> Batches:
         """Record that an iteration begins, and return its batches, perhaps wrapped by hooks."""
 
-    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
+    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration, batch: Any) -> bool:
         """Record the next batch of an iteration, and return whether to yield it on this rank.
 
         Raises:

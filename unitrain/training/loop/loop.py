@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from weakref import ref
 
 import torch
@@ -76,7 +77,7 @@ class TrainingLoop:
         if self.is_training():
             self._reach_boundary()
 
-    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
+    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration, batch: Any) -> bool:
         """Record the next batch of an iteration: all before it have been used. Return whether this rank is to get it.
 
         Raises:
@@ -91,7 +92,7 @@ class TrainingLoop:
             return False
         self._latest = iteration
         if training:
-            self._batches.take(micro_batch, iteration)
+            self._batches.take(micro_batch, iteration, batch)
             if not micro_batch.count:
                 # Hooks only where the data need them: every forward would pay for them.
                 batch_norm.ignore_stand_ins(self._prepared, self._batches.current_batch)
@@ -129,6 +130,7 @@ class TrainingLoop:
 
     def leave(self, iteration: Iteration) -> bool:
         """Record that an iteration is left before its end. Return whether it counts, since it was trained on."""
+        self._batches.release(iteration)
         if iteration.trained:
             return True
         iteration.end_early(self._optimizer_steps.count)

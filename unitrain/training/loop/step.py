@@ -20,7 +20,7 @@ from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import ScriptChecks
 from unitrain.training.loop.judge import Judge, NonFinitePolicy
 from unitrain.training.loop.sockets import Sockets
-from unitrain.training.loop.weights import Losses, LossScale, ScriptLosses, ScriptWeights, Weights
+from unitrain.training.loop.weights import GivenWeights, Losses, LossScale, ScriptLosses, Weights
 from unitrain.training.loop.window import Window, Windows
 from unitrain.training.models.supported import check_scheduler
 
@@ -98,14 +98,14 @@ class TrainingStep:
     # ------------------------------------------------------------------------------- the order of a step, on one page
 
     def _backward(
-        self, loss: ScriptLosses, optimizers: Sequence[Optimizer] | None, sync: bool | None, weight: ScriptWeights
+        self, loss: ScriptLosses, optimizers: Sequence[Optimizer] | None, sync: bool | None, weight: GivenWeights
     ) -> None:
         """Run the first half of a step, for each micro-batch."""
         losses = Losses.of(loss, weight)
         if self._pulse.step >= self.checks.next_look:
-            self.checks.before_backward(losses)
+            self.checks.before_backward(losses, self.batches.micro_batch)
         windows = self.windows.of(optimizers)
-        micro_batch = self.batches.of_backward(weighted=bool(losses.weights))
+        micro_batch = self.batches.of_backward(losses)
         last = self._ends_window(windows[0], micro_batch, sync)
         losses, total, share = self._weights.weigh(losses, micro_batch)  # weigh
         for window in windows:
@@ -142,7 +142,7 @@ class TrainingStep:
 
     # --------------------------------------------------------------------------------------------------- its callers
 
-    def step(self, loss: ScriptLosses, optimizer: Optimizer, scheduler: Any, weight: ScriptWeights) -> StepResult:
+    def step(self, loss: ScriptLosses, optimizer: Optimizer, scheduler: Any, weight: GivenWeights) -> StepResult:
         """Run both halves for one optimizer. See ``Strategy.step``.
 
         Raises:
@@ -162,7 +162,7 @@ class TrainingStep:
         optimizers: Sequence[Optimizer] | None,
         *,
         sync: bool | None = None,
-        weight: ScriptWeights = None,
+        weight: GivenWeights = None,
     ) -> None:
         """Run the first half. See ``Strategy.backward``. None means all prepared optimizers."""
         with self.hooks.call("backward"):
