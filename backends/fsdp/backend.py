@@ -196,10 +196,13 @@ class FSDPBackend(ProcessGroupBackend):
             # The optimizer changes the shards: what a forward has gathered would be stale after it.
             for module in dict.fromkeys(self.sharding.module_of[p] for p in sharded if p in self.sharding.module_of):
                 module.reshard()
-            if self.settings.find_unused_parameters:
+            searches = self.settings.find_unused_parameters
+            unused = [self._names[p] for p in sharded if p not in self.sharding.used]
+            if unused and (not searches or len(unused) == sum(p.requires_grad for p in self.sharding.module_of)):
+                # Ranks that use some of them wait in their backward for this one.
+                self.refuse_unused(unused, all_of_them=len(unused) == len(sharded), searches=True)
+            elif searches:
                 self._drop_unused(sharded)
-            elif unused := [self._names[p] for p in sharded if p not in self.sharding.used]:
-                self.refuse_unused(unused)
             self.sharding.used.difference_update(sharded)
             if others:
                 self.average(others)
