@@ -169,8 +169,9 @@ class ProcessGroupBackend(Backend):
         if all_of_them:
             raise UsageError(
                 f"the loss of rank {self.rank} does not depend on the optimizer's parameters ({names[0]}, ...), but "
-                f"{self.name} waits for a gradient on each rank: where a batch has nothing to learn from, call the model "
-                f"all the same, and let the loss be the sum of its output times 0{'' if searches else f', or {setting}'}."
+                f"{self.name} waits for a gradient on each rank: where a batch has nothing to learn from, call the "
+                "model all the same, and let the loss be the sum of its output times 0"
+                f"{'' if searches else f', or {setting}'}."
             )
         raise UsageError(
             f"{len(names)} parameters were not used in computing this step's loss ({', '.join(names[:3])}, ...) on "

@@ -38,7 +38,7 @@ class Ascent(Optimizer):
         self.moved: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
@@ -96,7 +96,7 @@ def optimizers_of(case: str, net: Net) -> list[Optimizer]:
     return [sgd(net.trunk, net.one), sgd(net.trunk, net.two)]
 
 
-def train(case: str, model: nn.Module, net: Net, optimizers: list[Any], on: Any, part: slice) -> None:
+def train(case: str, model: Any, net: Any, optimizers: list[Any], on: Any, part: slice) -> None:
     step, backward, update = on.step, on.backward, on.update
     generator = torch.Generator().manual_seed(1)
     for i in range(STEPS):
@@ -173,7 +173,8 @@ def test_each_optimizer_steps_with_the_gradients_of_its_losses_on_two_ranks(
 def test_a_window_with_losses_for_both_and_for_one_of_them_is_refused() -> None:
     strategy = unitrain.init(backend="single", precision="fp64", accumulate=2)
     net = Net()
-    model, first, second = strategy.prepare(net, *optimizers_of("joint", net))
+    first, second = optimizers_of("joint", net)
+    model, first, second = strategy.prepare(net, first, second)
     x = torch.ones(2, 6, dtype=torch.float64)
     strategy.step(model(x, ("one",)).sum(), first)
     with pytest.raises(UsageError, match=r"optimizer 0 and optimizer 1 share trunk\.weight, and some losses"):

@@ -184,7 +184,8 @@ class GradientAveraging(Averaging):
             p.requires_grad_(True)
         finish = self._backend.watch_gradients(parameters) or self._bucketed(parameters)
         for p in frozen:
-            self._sharding.leaf(p.requires_grad_(False))
+            p.requires_grad_(False)
+            self._sharding.leaf(p)  # follows
         self._finishers.update(dict.fromkeys(parameters, finish))
 
     def _follow(self) -> None:

@@ -106,8 +106,8 @@ def check_in_sync(
         )
     if rounded and communicator.is_main:
         call_site.warn(
-            f"the ranks' models differ slightly: {rounded}. That is rounding if their processors are of different kinds; "
-            "if not, something changes the weights on some ranks only."
+            f"the ranks' models differ slightly: {rounded}. That is rounding if their processors are of different "
+            "kinds; if not, something changes the weights on some ranks only."
         )
 
 
