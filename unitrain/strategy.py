@@ -96,7 +96,8 @@ class Strategy:
         if self.world_size > 1:
             in_sync = InSyncCheck(self._communicator, self._prepared, self._step.optimizers)
             self._hooks.add_hook(in_sync)
-            self._step.at_window_end(in_sync.after_first_step)
+            if self._step.averaging.in_step:
+                self._step.at_window_end(in_sync.after_first_step)
         self._preparation = preparation.Preparation(
             self._communicator,
             made,

@@ -170,7 +170,7 @@ class ProcessGroupBackend(Backend):
             raise UsageError(
                 f"the loss of rank {self.rank} does not depend on the optimizer's parameters ({names[0]}, ...), but "
                 f"{self.name} waits for a gradient on each rank: where a batch has nothing to learn from, call the "
-                "model all the same, and let the loss be the sum of its output times 0"
+                "model anyway, and let the loss be the sum of its output times 0"
                 f"{'' if searches else f', or {setting}'}."
             )
         raise UsageError(

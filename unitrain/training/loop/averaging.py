@@ -144,7 +144,7 @@ class GradientAveraging(Averaging):
     def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
         """Average the gradients of these parameters."""
         progress = self._progress[optimizer]
-        # Frozen since the last micro-batch: what they have accumulated is averaged all the same.
+        # Frozen since the last micro-batch: what they have accumulated is averaged, too.
         frozen = [p for p in progress.trained if not p.requires_grad and self._sharding.leaf(p).grad is not None]
         if frozen and self._sharding.of_parameters:
             raise UsageError(
