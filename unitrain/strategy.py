@@ -96,7 +96,10 @@ class Strategy:
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
         if self.world_size > 1:
-            self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
+            in_sync = InSyncCheck(self._communicator, self._prepared, self._step.optimizers)
+            self._hooks.add_hook(in_sync)
+            if self._step.averaging.in_step:
+                self._step.at_window_end(in_sync.after_first_step)
         self._preparation = preparation.Preparation(
             self._communicator,
             made,

@@ -193,10 +193,15 @@ class FSDPBackend(ProcessGroupBackend):
 
         def finish(late: bool) -> None:
             """Set ``grad`` to None where FSDP has reduced zeros only, and average the gradients of whole parameters."""
+            searches = self.settings.find_unused_parameters
             used = [p in self.sharding.used for p in sharded]
+            unused = [self._names[p] for p, is_used in zip(sharded, used, strict=True) if not is_used]
+            if unused and (not searches or len(unused) == sum(p.requires_grad for p in self.sharding.module_of)):
+                # Ranks that use some of them wait in their backward for this one.
+                self.refuse_unused(unused, all_of_them=len(unused) == len(sharded), searches=True)
             # A gradient of a gradient reaches a unit without its hooks, or after they have reduced it.
             left = any(leaf.grad is not None for leaf in leaves)
-            if self.settings.find_unused_parameters:
+            if searches:
                 # A parameter that any rank has used has a gradient on all, as one device would have it.
                 *used, left = self._any_rank([*used, left])
             # The optimizer changes the shards: what a forward has gathered would be stale after it.
@@ -205,11 +210,9 @@ class FSDPBackend(ProcessGroupBackend):
                     module.reduce_rest()
                     module.arm(self._armed)
                 module.reshard()
-            unused = [p for p, is_used in zip(sharded, used, strict=True) if not is_used]
-            if unused and not self.settings.find_unused_parameters:
-                self.refuse_unused([self._names[p] for p in unused])
-            for parameter in unused:
-                parameter.grad = None
+            for parameter, is_used in zip(sharded, used, strict=True):
+                if not is_used:
+                    parameter.grad = None
             self.sharding.used.difference_update(sharded)
             if others:
                 self.average(others)

@@ -90,6 +90,7 @@ class TrainingStep:
             averaged=averaged,
             moves_gradients=self.averaging.unit > 1,
             all_gradients=config.debug,
+            complete=self.averaging.complete,
         )
         for hook in (self.averaging, self._guard, self.checks.direct):
             if hook is not None:
@@ -122,6 +123,8 @@ class TrainingStep:
         if not window.advance():
             self.expect_next(window)
             return _WITHIN_WINDOW
+        if window.rivals:
+            self.windows.separate([window])
         self.averaging.finish(window)  # average
         gradients = self._guard.gradients(window.parameters)
         if not gradients:

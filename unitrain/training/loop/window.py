@@ -40,6 +40,9 @@ class Window:
         micro_batches: number of those completed by ``update``.
         last: whether the last backward ends the window; None if the current micro-batch had none yet.
         witness: a gradient, its parameter and its version, to notice changes.
+        rivals: windows of optimizers that train some of the same parameters, and these.
+        partners: those of them that share the losses of this window.
+        aside: gradients of shared parameters, while these have gradients of another window.
     """
 
     optimizer: Optimizer
@@ -54,6 +57,9 @@ class Window:
     micro_batches: int = 0
     last: bool | None = None
     witness: tuple[Parameter, Tensor, int] | None = None
+    rivals: dict[Window, list[Parameter]] = field(default_factory=dict)
+    partners: set[Window] = field(default_factory=set)
+    aside: dict[Tensor, Tensor | None] = field(default_factory=dict)
 
     def watch(self, parameters: list[Parameter], trained: list[Parameter]) -> None:
         """Accumulate for these parameters of the optimizer from now on.
@@ -79,6 +85,8 @@ class Window:
         self.micro_batches = 0
         self.last = None
         self.witness = None
+        if self.rivals:
+            self.aside.clear()
 
     @property
     def is_open(self) -> bool:
@@ -165,6 +173,21 @@ class Window:
                 leaf.grad = part if leaf.grad is None else leaf.grad + part
         self.total.kept.clear()
 
+    @torch.no_grad()
+    def keep(self, parameters: Sequence[Parameter]) -> bool:
+        """Keep copies of these parameters' gradients, unless that was done. Return whether they were of this window."""
+        tensors = {tensor for p in parameters for tensor in (p, self.evidence.leaf(p))} - self.aside.keys()
+        for tensor in tensors:
+            self.aside[tensor] = None if tensor.grad is None else tensor.grad.clone()
+        self.witness = None
+        return bool(tensors)
+
+    def restore(self) -> None:
+        """Give the parameters the gradients that were kept."""
+        for tensor, gradient in self.aside.items():
+            tensor.grad = gradient
+        self.aside.clear()
+
     def remember_gradients(self) -> None:
         """Remember a gradient and its version, to notice changes that the script makes before the step."""
         for p in self.trained or self.parameters:
@@ -236,6 +259,7 @@ class Windows:
         averaged: bool,
         moves_gradients: bool,
         all_gradients: bool,
+        complete: Callable[[Window], None],
     ) -> None:
         """Make no window yet.
 
@@ -247,12 +271,15 @@ class Windows:
             averaged: whether gradients are averaged over the ranks in every step.
             moves_gradients: whether the backend may move gradients of one optimizer in a backward for another.
             all_gradients: keep all gradients as evidence (``debug``).
+            complete: waits until the gradients of a window are averaged, if they are being so.
         """
         self._backend, self._prepared, self._hooks = backend, prepared, hooks
         self._total = total
         self._averaged = averaged
         self._moves_gradients = moves_gradients
         self._all_gradients = all_gradients
+        self._complete = complete
+        self._shares = False  # whether optimizers share parameters
         self._windows: dict[Optimizer, Window] = {}
         self.count: int = 0
 
@@ -325,7 +352,37 @@ class Windows:
             if self._averaged or self.count > 1 or len(optimizer.param_groups) != window.groups:
                 self._follow(window)
             windows.append(window)
+        if self._shares:
+            self._check_partners(windows)
+            self.separate(windows)
         return windows
+
+    def _check_partners(self, windows: list[Window]) -> None:
+        """Raise UsageError if some of the gradients that an optimizer accumulates belong to others as well."""
+        for window in windows:
+            partners = window.rivals.keys() & set(windows)
+            if window.is_open and partners != window.partners:
+                rival = next(iter(partners ^ window.partners))
+                raise UsageError(
+                    f"{window.name} and {rival.name} share {self._prepared.name(window.rivals[rival][0])}, and some "
+                    "losses of this accumulation window are for both, others for one of them: pass both to every "
+                    "backward() of a window, or never, or add the losses."
+                )
+            window.partners = partners
+
+    def separate(self, windows: list[Window]) -> None:
+        """Give parameters that several optimizers share the gradients of these windows, for a backward or an update.
+
+        The gradients of other windows are kept, and wait for their turn. Collective.
+        """
+        for window in windows:
+            for rival, shared in window.rivals.items():
+                if rival.is_open and rival not in windows:
+                    self._complete(rival)
+                    if rival.keep(shared) and rival not in window.partners:
+                        window.drop(shared)
+        for window in windows:
+            window.restore()
 
     def _check_gradients(self, window: Window) -> None:
         # With several optimizers, DDP moves gradients of one into its buckets during a backward for another.
@@ -346,7 +403,22 @@ class Windows:
             window.evidence.watch(trained)
         for watched in self._hooks.watched:
             watched(window.optimizer, trained)
+        if self.count > 1:
+            self._find_rivals(window, trained)
         window.watch(parameters, trained)  # last: if there is no memory for buckets, the next call makes them
+
+    def _find_rivals(self, window: Window, trained: list[Parameter]) -> None:
+        """Find the optimizers that train some of these parameters, too, and keep their gradients."""
+        known = set(trained)
+        for rival in self:
+            shared = [p for p in rival.trained if p in known]
+            if rival is window or not shared:
+                continue
+            self._shares = True
+            window.rivals[rival] = rival.rivals[window] = shared
+            if rival.is_open:
+                self._complete(rival)
+                rival.keep(shared)
 
     def close(self) -> None:
         """Remove the hooks of all windows."""
