@@ -138,18 +138,18 @@ class OpenBatches:
                 self._known[part] = entry if self._known.get(part, entry) is entry else None
 
     def release(self, iteration: Iteration) -> None:
-        """Record that the script takes no more batches of an iteration, and don't keep its last one in memory."""
+        """Record that the script takes no more batches of an iteration."""
         loader = iteration.loader
         if loader in self._held and self._held[loader][1] is iteration:
             del self._held[loader]
             self._unsure.pop(loader, None)
-        if self._latest is not None and self._latest[1][1] is iteration:
-            self._remember(*self._latest)
-            self._latest = None
 
     def end(self, iteration: Iteration) -> None:
         """Record that a training iteration has ended at the end of its data."""
         self.release(iteration)
+        if self._latest is not None and self._latest[1][1] is iteration:
+            self._remember(*self._latest)
+            self._latest = None  # no batch stays in memory because of this
         self.between_epochs = True
         self._ended = iteration
         self._awaited = self._open[0] if self._open and iteration.trained else None
