@@ -35,9 +35,17 @@ class FSDPSharding(Sharding):
         self.module_of: dict[Tensor, ShardedModule] = {}
         self.used: set[Parameter] = set()
 
-    to_local = staticmethod(to_local)
-    full_tensor = staticmethod(full_tensor)
-    shards_of = staticmethod(shards_of)
+    def to_local(self, tensor: Tensor) -> Tensor:
+        """Return this rank's shard."""
+        return to_local(tensor)
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return all of a tensor. Collective if it is sharded."""
+        return full_tensor(tensor)
+
+    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the shards of all ranks in order; of other ranks, tensors on the meta device."""
+        return shards_of(tensor)
 
     def leaf(self, parameter: Parameter) -> Tensor:
         """Return FSDP's unsharded parameter."""

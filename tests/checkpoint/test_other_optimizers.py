@@ -62,7 +62,7 @@ def train(folder: Path, make: Make, steps: int, backend: str = "single", force: 
 def test_another_optimizer_is_refused(tmp_path: Path, saved: Make, now: Make, said: str) -> None:
     assert train(tmp_path, saved, 1)[0] == ""
     error, same = train(tmp_path, now, 1)
-    assert error.startswith(said)
+    assert said in error
     assert error.endswith("Nothing was loaded.") == same == bool(said)
 
 
@@ -70,9 +70,9 @@ def test_options_that_decide_the_state_are_as_saved_if_that_is_forced(tmp_path: 
     train(tmp_path, SGD, 1)
     assert train(tmp_path, Own, 1, force=True) == ("", False)
     assert train(tmp_path, partial(Own, momentum=0.9), 1, force=True) == ("", False)
-    assert train(tmp_path, partial(Own, momentum=0.9), 1)[0].startswith("optimizer's momentum is 0 in the checkpoint")
+    assert "optimizer's momentum is 0 in the checkpoint" in train(tmp_path, partial(Own, momentum=0.9), 1)[0]
     error, same = train(tmp_path, Adam, 1, force=True)
-    assert error.startswith("optimizer is an optimizer with dampening, momentum, nesterov in the checkpoint, but Adam")
+    assert "optimizer is an optimizer with dampening, momentum, nesterov in the checkpoint, but Adam" in error
     assert same
 
 
@@ -80,6 +80,6 @@ def test_options_that_decide_the_state_are_as_saved_if_that_is_forced(tmp_path: 
 def test_every_rank_refuses_it(tmp_path: Path, backend: Any) -> None:
     run_ranks(train, tmp_path, SGD, 1, backend)
     said = "optimizer is SGD in the checkpoint, but Adam in this run"
-    assert [(error[: len(said)], same) for error, same in run_ranks(train, tmp_path, Adam, 1, backend)] == [
-        (said, True)
-    ] * 2
+    for error, same in run_ranks(train, tmp_path, Adam, 1, backend):
+        assert said in error
+        assert same
