@@ -28,7 +28,7 @@ class SchedulerPart(ObjectPart):
 
     @property
     def class_name(self) -> str:
-        """The name of the scheduler's class, and of those of the schedulers in it."""
+        """The names of the classes of the scheduler and of the schedulers in it."""
         return _class_name(self._value)
 
     @property

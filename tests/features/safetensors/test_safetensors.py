@@ -127,7 +127,7 @@ def test_what_can_t_be_loaded_is_one_message_on_every_rank(tmp_path: Path) -> No
         assert "body is not in the model; scale is missing; words.weight is (2,), but (13, 6) in the model; " in alone
         assert "and 11 more. Pass" in alone
         assert "model.pt is a file of torch.save, and not of safetensors. Load it into the model before" in of_torch
-        assert "Its names begin with 'module.', as those of a model in a wrapper do: save the weights" in wrapped
+        assert "Its names begin with 'module.', as in a wrapped model: save the weights" in wrapped
         assert "s3://bucket/model" in url
         assert "load_weights needs a prepared model" in unprepared
         assert "this BatchNorm1d is a part of a prepared one: pass what prepare() returned" in part

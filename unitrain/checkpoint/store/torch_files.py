@@ -60,7 +60,7 @@ class UnwritableError(Exception):
 
 
 def refusal(name: str, value: Any, error: Exception) -> Exception:
-    """Return why nested values can't be written, with the place of the object; the same error if there is none."""
+    """Return why nested values can't be written, with the place of the object, or the same error."""
     where = _not_plain(value)
     if where is None:
         return error
@@ -69,7 +69,7 @@ def refusal(name: str, value: Any, error: Exception) -> Exception:
 
 
 def _not_plain(value: Any) -> list[Any] | None:
-    """Return the keys that lead to the first object that can't be in a file, and its class; None if there is none."""
+    """Return the keys that lead to the first object that can't be in a file, and its class, or None."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, item in items:
         where = _not_plain(item)

@@ -128,7 +128,7 @@ class Orders:
                 generator.set_state(state)
 
     def _of_all_ranks(self, sampler: Iterable[Any], seed: int, number: int) -> Iterator[Any]:
-        """Return an iterator over the sampler's indices; if it yields those of one rank, over the indices of all.
+        """Return an iterator over the sampler's indices; if it yields one rank's, over the indices of all.
 
         These stand where the loader gives each rank what its sampler yields.
         """

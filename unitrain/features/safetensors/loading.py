@@ -148,7 +148,7 @@ def _targets(module: nn.Module, saved: Mapping[str, Form], path: str | Path) -> 
         prefix = next((prefix for prefix in _PREFIXES if saved and all(name.startswith(prefix) for name in saved)), "")
         if prefix and not any(name.startswith(prefix) for name in state):
             remedy = (
-                f"Its names begin with {prefix!r}, as those of a model in a wrapper do: save the weights again without "
+                f"Its names begin with {prefix!r}, as in a wrapped model: save the weights again without "
                 f"it, as {{name.removeprefix({prefix!r}): tensor for name, tensor in weights.items()}}."
             )
         raise CheckpointError(

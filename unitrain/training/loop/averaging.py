@@ -85,7 +85,7 @@ class _Progress:
         reduced: whether the gradients of the last backward are being reduced, or have been.
         late: whether a library that must be armed before the forward can't have reduced some of them.
         trained: the parameters.
-        done: those of the finishers that have been called since the last backward, for an optimizer that shares them.
+        done: finishers that have been called since the last backward, for an optimizer that shares them.
     """
 
     __slots__ = ("done", "finishers", "late", "reduced", "trained")
@@ -227,7 +227,7 @@ class GradientAveraging(Averaging):
         self._known.add(tuple(windows))
         finishers = {finish for window in windows for finish in self._progress[window.optimizer].finishers}
         if not self._backend.matches_by_name:
-            # Libraries that match calls by order would confuse buckets with those of others, or collectives of layers.
+            # Libraries that match calls by order would confuse buckets with other buckets, or collectives of layers.
             alone = len(finishers) == 1 and not any(each.communicates for each in self._passes)
             for finish in finishers & self._reducers.keys():
                 self._reducers[finish].overlap &= alone

@@ -141,7 +141,7 @@ class TrainingLoop:
         """Record the order of an iteration that was trained on. Return whether it repeats that of another loader.
 
         Only if that one had ended before, and with one optimizer and the same models: two loaders may be read side by
-        side, and those of a cross-validation's folds in one order.
+        side, and the loaders of a cross-validation in one order.
         """
         steps = self._optimizer_steps.count
         iteration.end_early(steps)

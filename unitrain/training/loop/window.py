@@ -41,7 +41,7 @@ class Window:
         last: whether the last backward ends the window; None if the current micro-batch had none yet.
         witness: a gradient, its parameter and its version, to notice changes.
         rivals: windows of optimizers that train some of the same parameters, and these.
-        partners: those of them that share the losses of this window.
+        partners: rivals that share the losses of this window.
         aside: gradients of shared parameters, while these have gradients of another window.
     """
 
