@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -26,8 +28,9 @@ from unitrain.data.options import LoaderOptions
 from unitrain.data.order.shares import reduced
 from unitrain.device import pick_device
 from unitrain.errors import ConfigError, UsageError
-from unitrain.job.job import join
+from unitrain.job.job import current, join
 from unitrain.launch.detect import Launch
+from unitrain.process import exit_now
 from unitrain.pulse import CLOSING
 from unitrain.training.feature import Feature
 from unitrain.training.loop.loop import TrainingLoop
@@ -106,6 +109,7 @@ class Strategy:
             wraps=self.world_size == 1 or self._step.averaging.in_step,
         )
         self._checkpoint: Checkpoint | None = None
+        atexit.register(self._close_at_exit)
 
     def _add_features(self) -> None:
         """Add the features that the settings turn on. If one refuses them, on all ranks alike, leave the job."""
@@ -557,6 +561,17 @@ class Strategy:
             self._step.close()
             self._prepared.release()
             self._communicator.collectives.close(failed=job.failed)
+            atexit.unregister(self._close_at_exit)  # which keeps the strategy, and with it models, in memory
+
+    def _close_at_exit(self) -> None:
+        """Close at exit. An error ends the process as it does in a script; Python would ignore it, and exit with 0."""
+        if current() is None:  # a child that the script has forked: the strategy is its parent's
+            return
+        try:
+            self.close()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            exit_now(1)
 
     def __enter__(self) -> Strategy:
         return self
