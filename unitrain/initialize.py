@@ -19,7 +19,7 @@ from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.features.keywords import StrategySettings
 from unitrain.job import excepthook
 from unitrain.job.job import current
-from unitrain.launch.copies import refuse_copies
+from unitrain.launch.copies import mark_rank, refuse_child_of_rank, refuse_copies
 from unitrain.launch.detect import Launch, detect
 from unitrain.process import (
     occupy_standard_descriptors,
@@ -60,6 +60,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     # An unknown launcher may have started several processes, and each would train the whole job alone.
     if launch.launcher == "python":
         refuse_copies()
+    refuse_child_of_rank(launch)
     resolved = resolve_strategy(config, settings, os.environ)
     if resolved.backend == "auto":
         resolved = resolved.model_copy(update={"backend": choose_backend(launch, resolved)})
@@ -79,6 +80,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     finally:
         # torch.distributed has put another hook over it, which holds messages back, such as a failed handshake's.
         excepthook.install_hook()
+    mark_rank(launch)
     return strategy
 
 

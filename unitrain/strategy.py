@@ -29,6 +29,7 @@ from unitrain.data.order.shares import reduced
 from unitrain.device import pick_device
 from unitrain.errors import ConfigError, UsageError
 from unitrain.job.job import current, join
+from unitrain.launch.copies import unmark_rank
 from unitrain.launch.detect import Launch
 from unitrain.process import exit_now
 from unitrain.pulse import CLOSING
@@ -105,6 +106,7 @@ class Strategy:
             self._prepared,
             self._step.windows.register,
             self._step.batches.current_batch,
+            self._step.forget_dropped,
             config,
             wraps=self.world_size == 1 or self._step.averaging.in_step,
         )
@@ -559,8 +561,8 @@ class Strategy:
                 self._checkpoint.abandon()  # if the run fails
                 self._checkpoint = None  # it has wrapped models, with what they communicate by
             self._step.close()
-            self._prepared.release()
             self._communicator.collectives.close(failed=job.failed)
+            unmark_rank()
             atexit.unregister(self._close_at_exit)  # which keeps the strategy, and with it models, in memory
 
     def _close_at_exit(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,9 +54,10 @@ class DDPBackend(ProcessGroupBackend):
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
-        self._wrapped: list[AveragingModule] = []
+        # Weak references: a model is freed when the script drops it.
+        self._wrapped: weakref.WeakSet[AveragingModule] = weakref.WeakSet()
         # The wrapper that averages each parameter; torch ignores parameters that were frozen when it was made.
-        self._averaged: dict[Parameter, AveragingModule] = {}
+        self._averaged: dict[Parameter, weakref.ref[AveragingModule]] = {}
         self._names: dict[Parameter, str] = {}
         self._armed = True
         if config.deterministic:
@@ -119,9 +120,14 @@ class DDPBackend(ProcessGroupBackend):
         # A module may be prepared in the middle of a window.
         wrapped.require_backward_grad_sync = self._armed
         self._names.update({p: name.replace(_COMPILED, "") for name, p in module.named_parameters()})
-        self._wrapped.append(wrapped)
-        self._averaged.update(dict.fromkeys(trained, wrapped))
+        self._wrapped.add(wrapped)
+        self._averaged.update(dict.fromkeys(trained, weakref.ref(wrapped)))
         return wrapped
+
+    def keep(self, parameters: Collection[Parameter]) -> None:
+        """Forget all other parameters, which the script has dropped with their modules."""
+        self._averaged = {p: wrapped for p, wrapped in self._averaged.items() if p in parameters}
+        self._names = {p: name for p, name in self._names.items() if p in parameters}
 
     def arm(self, sync: bool) -> None:
         """Set ``require_backward_grad_sync`` of every wrapper: of these, and of modules that are prepared later.
@@ -147,15 +153,19 @@ class DDPBackend(ProcessGroupBackend):
             return None
         averaged = [p for p in parameters if p in self._averaged]
         others = [p for p in parameters if p not in self._averaged]
-        # Weak references: the function outlives close(), but torch's reducers must not outlive their process group.
-        modules = dict.fromkeys(self._averaged[p] for p in averaged)
-        wrappers = [cast(AveragingModule, weakref.proxy(module)) for module in modules]
+        wrappers = list(dict.fromkeys(self._averaged[p] for p in averaged))
         counts = [(0, 0)] * len(wrappers)  # forwards of each wrapper up to the end of the previous step
         some_unused = self.settings.find_unused_parameters or self.settings.static_graph
 
         def finish(late: bool) -> None:
             """Average gradients of an unarmed backward, and of parameters that no wrapper has."""
-            for i, wrapper in enumerate(wrappers):
+            for i, reference in enumerate(wrappers):
+                wrapper = reference()
+                if wrapper is None:
+                    raise UsageError(
+                        "the wrapper that prepare() returned is gone, so DDP did not average the gradients over the "
+                        "ranks. Call the model that prepare() returned (model = strategy.prepare(model))."
+                    )
                 late = late or not wrapper.has_averaged(*counts[i])
                 counts[i] = (wrapper.forwards, wrapper.calls)
             if not (late or some_unused) and (unused := [self._names[p] for p in averaged if p.grad is None]):
@@ -166,7 +176,8 @@ class DDPBackend(ProcessGroupBackend):
                 self.average(others)
             if self.config.debug:
                 # Otherwise the next forward does this, a collective that the ranks have not compared.
-                for wrapped in self._wrapped:
-                    wrapped.reducer._rebuild_buckets()
+                for reference in wrappers:
+                    if (wrapper := reference()) is not None:
+                        wrapper.reducer._rebuild_buckets()
 
         return finish

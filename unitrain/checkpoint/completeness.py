@@ -16,7 +16,7 @@ def warn_of_missing(contents: Contents, step: TrainingStep) -> None:
     """Warn if the objects of a checkpoint lack an optimizer, a scheduler, a loader or an average of weights."""
     saved, missing = list(contents.objects.values()), []
     plateaus = [scheduler.optimizer for scheduler in gc.get_objects() if type(scheduler) is ReduceLROnPlateau]
-    for optimizer in step.optimizers():
+    for optimizer in step.windows.optimizers:
         if optimizer.state and not any(value is optimizer for value in saved):  # plain SGD has nothing to lose
             missing.append(f"an optimizer ({type(optimizer).__name__})")
         # Schedulers set initial_lr, except one that waits for a plateau.

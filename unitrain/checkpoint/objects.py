@@ -16,6 +16,7 @@ from unitrain.communication.state_transfer import Form, SentState
 from unitrain.data import Loader
 from unitrain.data.structure import tensors
 from unitrain.errors import CheckpointError
+from unitrain.training.models.buffers import make_writable
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.state_parts import StatePart
 
@@ -122,6 +123,7 @@ class ModulePart(ObjectPart):
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
+        make_writable(self.module)
         now = self.state()
         state = saved.receive(into=now)
         if not hasattr(state, "_metadata"):  # several ranks have not saved the versions of its layers

@@ -95,6 +95,9 @@ class GradientReducer:
         wire_dtype: reduce in this dtype (lossy) instead of the gradients' own.
         overlap: reduce buckets while backward runs. If backward runs other collectives (BatchNorm's), ranks that use
             different parameters would call them in different orders.
+
+    Attributes:
+        parameters: as the argument.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class GradientReducer:
         self._buckets = [
             _Bucket(group, f"{name}.{i}") for i, group in enumerate(_group(parameters, int(bucket_mb * 2**20)))
         ]
+        self.parameters: frozenset[Parameter] = frozenset(parameters)
         self._next = 0
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ it ``Replicas``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -120,17 +120,27 @@ class GradientAveraging(Averaging):
         self._finishers: dict[Parameter, Finish] = {}
         self._reducers: list[GradientReducer] = []
         self._copies = CopyCheck(communicator)
-        self._progress: dict[Optimizer, _Progress] = {}
+        self._progress: dict[int, _Progress] = {}  # by the id of the optimizer
+        self._optimizers = 0  # the same number on all ranks
+        self._buckets = 0  # reducers ever made
         self.armed: bool = True
         self.expect(not self._accumulates)
 
     def registered(self, optimizer: Optimizer) -> None:
         """Average an optimizer's gradients from now on."""
-        self._progress[optimizer] = _Progress()
+        self._progress[id(optimizer)] = _Progress()
+        self._optimizers += 1
 
     def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
         """Average the gradients of these parameters."""
-        self._progress[optimizer].finishers = self.finishers(trained)
+        self._progress[id(optimizer)].finishers = self.finishers(trained)
+
+    def keep(self, optimizers: Sequence[Optimizer], parameters: Collection[Parameter]) -> None:
+        """Forget other optimizers, and the buckets of other parameters."""
+        self._progress = {id(optimizer): self._progress[id(optimizer)] for optimizer in optimizers}
+        self._optimizers = len(optimizers)
+        self._finishers = {p: finish for p, finish in self._finishers.items() if p in parameters}
+        self._reducers = [reducer for reducer in self._reducers if not reducer.parameters.isdisjoint(parameters)]
 
     def finishers(self, parameters: Sequence[Parameter]) -> list[Finish]:
         """Return the functions that complete the averaging of these parameters' gradients, watched from now on.
@@ -149,11 +159,12 @@ class GradientAveraging(Averaging):
             parameters,
             self._collectives,
             armed=lambda: self.armed,
-            name=f"gradients.{len(self._reducers)}",
+            name=f"gradients.{self._buckets}",
             wire_dtype=self._wire_dtype,
             overlap=self._backend.matches_by_name or not communicates,
         )
         self._reducers.append(reducer)
+        self._buckets += 1
         return lambda late: reducer.finish()
 
     def expect(self, last: bool) -> None:
@@ -179,7 +190,7 @@ class GradientAveraging(Averaging):
 
     def _enter(self, window: Window, last: bool) -> None:
         """Prepare for another backward in a window."""
-        progress = self._progress[window.optimizer]
+        progress = self._progress[window.key]
         first = window.last is None  # of its micro-batch
         if not window.is_open:  # its first backward
             progress.reduced = progress.late = False
@@ -190,20 +201,20 @@ class GradientAveraging(Averaging):
             for together in by_device([self._sharding.to_local(gradient) for gradient in gradients]):
                 torch._foreach_mul_(together, 1 / self._collectives.world_size)
         # Without a loader, windows of several optimizers end at different times: a forward may be armed for another.
-        crossing = window.micro_batch is None and self._accumulates and len(self._progress) > 1
+        crossing = window.micro_batch is None and self._accumulates and self._optimizers > 1
         if last and (crossing or not first or not self.armed):
             progress.late = True
 
     def end(self, windows: list[Window], last: bool) -> None:
         """Record that gradients are being averaged, if they are."""
         for window in windows:
-            self._progress[window.optimizer].reduced = last
+            self._progress[window.key].reduced = last
         self._pulse.phase = USER_CODE
 
     def finish(self, window: Window) -> None:
         """Wait until the gradients are averaged. Collective."""
         self._pulse.phase = WAITING
-        progress = self._progress[window.optimizer]
+        progress = self._progress[window.key]
         if progress.reduced:
             for finish in progress.finishers:
                 finish(progress.late)

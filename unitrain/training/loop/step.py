@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ class TrainingStep:
         self, sockets: Sockets, scaler: torch.amp.GradScaler | None, pass_boundary: Callable[[], None]
     ) -> None:
         ranks, backend, config = sockets.communicator, sockets.backend, sockets.config
+        self._ranks, self._backend, self._prepared = ranks, backend, sockets.prepared
         self._pulse = ranks.collectives.pulse
         self._accumulate = config.accumulate
         self._pass_boundary = pass_boundary
@@ -130,7 +132,7 @@ class TrainingStep:
             window.rescale(gradients, self._accumulate)
         if self.scale.scaler is not None:
             self.scale.unscale(optimizer, gradients)  # unscale
-        stepped, norm = self._judge_clip_and_step(window, gradients)  # judge, clip, update
+        stepped, norm = self._judge_clip_and_step(optimizer, window, gradients)  # judge, clip, update
         if not stepped:
             self._go_on_without(window, norm)
         window.clear()
@@ -185,13 +187,15 @@ class TrainingStep:
             raise UsageError("sync=True can't end the window of a loader early: it ends with its last micro-batch.")
         return micro_batch.last if sync is None else sync
 
-    def _judge_clip_and_step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
+    def _judge_clip_and_step(
+        self, optimizer: Optimizer, window: Window, gradients: list[Tensor]
+    ) -> tuple[bool, Tensor | None]:
         """Run the hooks, the guard and ``optimizer.step()``. A GPU may judge while the host continues.
 
         Returns:
             Whether the optimizer stepped, and the norm of the gradients if it is computed and finite.
         """
-        optimizer, parameters, evidence = window.optimizer, window.parameters, window.evidence
+        parameters, evidence = window.parameters, window.evidence
         stepped, norm = False, None
         try:
             for begin in self.hooks.before_update:
@@ -266,8 +270,19 @@ class TrainingStep:
         self._pulse.step = number
 
     def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that were prepared or stepped, in this order on all ranks."""
-        return [window.optimizer for window in self.windows]
+        """Return the optimizers that were prepared or stepped, in this order on all ranks. Collective."""
+        return self.windows.on_all_ranks(self._ranks)
+
+    def forget_dropped(self) -> None:
+        """Forget the modules and optimizers that the script has dropped, and their parameters. Collective."""
+        gc.collect()  # which torch's wrappers, and optimizers with a scheduler, need to be freed
+        modules, optimizers = self._prepared.on_all_ranks(self._ranks), self.windows.on_all_ranks(self._ranks)
+        kept = {p for module in modules for p in module.parameters()}
+        kept.update(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        self._prepared.keep(kept)
+        self._backend.keep(kept)
+        for keep in self.hooks.keep:
+            keep(optimizers, kept)
 
     @property
     def within_window(self) -> bool:

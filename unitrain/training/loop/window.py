@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from unitrain.errors import UsageError
 from unitrain.training.gradients.evidence import Evidence
 from unitrain.training.hooks import Hooks, StepHook
 from unitrain.training.loop.weights import Total, Weight
-from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.models.prepared import PreparedModules, present
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +29,8 @@ class Window:
     Only its methods write to it.
 
     Attributes:
-        optimizer: the optimizer.
+        reference: to the optimizer, which is freed when the script drops it.
+        key: its id.
         name: its name in messages and collectives, unique among optimizers, and the same on all ranks.
         evidence: records which losses and gradients are finite.
         total: the sum of the weights of the losses.
@@ -42,7 +44,8 @@ class Window:
         witness: a gradient, its parameter and its version, to notice changes.
     """
 
-    optimizer: Optimizer
+    reference: ref[Optimizer]
+    key: int
     name: str
     evidence: Evidence
     total: Total
@@ -55,14 +58,15 @@ class Window:
     last: bool | None = None
     witness: tuple[Parameter, Tensor, int] | None = None
 
-    def watch(self, parameters: list[Parameter], trained: list[Parameter]) -> None:
+    def watch(self, groups: int, parameters: list[Parameter], trained: list[Parameter]) -> None:
         """Accumulate for these parameters of the optimizer from now on.
 
         Args:
+            groups: number of its groups.
             parameters: all of the optimizer's.
             trained: those that require gradients.
         """
-        self.groups = len(self.optimizer.param_groups)
+        self.groups = groups
         self.parameters = parameters
         known = set(map(id, self.trained))
         # A backward for another optimizer may have left gradients of parameters that this one trains only now.
@@ -253,16 +257,33 @@ class Windows:
         self._averaged = averaged
         self._moves_gradients = moves_gradients
         self._all_gradients = all_gradients
-        self._windows: dict[Optimizer, Window] = {}
+        self._windows: list[Window] = []
+        self._of: dict[int, Window] = {}  # by the id of an optimizer that exists
+        self._registered = 0  # ever
         self.count: int = 0
 
     def __iter__(self) -> Iterator[Window]:
-        return iter(self._windows.values())
+        return iter(self._windows)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that exist on this rank. Others free one that the script has dropped sooner, or later."""
+        return [optimizer for window in self if (optimizer := window.reference()) is not None]
+
+    def on_all_ranks(self, communicator: Communicator) -> list[Optimizer]:
+        """Return the optimizers that no rank has freed, and forget the windows of the others. Collective."""
+        optimizers = present(communicator, [window.reference for window in self])
+        for window, optimizer in zip(self._windows, optimizers, strict=True):
+            if optimizer is None:
+                window.evidence.close()
+        self._windows = [window for window, known in zip(self._windows, optimizers, strict=True) if known is not None]
+        self.count = len(self._windows)
+        return [optimizer for optimizer in optimizers if optimizer is not None]
 
     @property
     def any_open(self) -> bool:
         """Whether an optimizer has gradients of a window that is not complete."""
-        return any(window.is_open for window in self._windows.values())
+        return any(window.is_open for window in self._windows)
 
     def of_update(self, optimizer: Optimizer) -> Window:
         """Return the window of an optimizer that had a backward.
@@ -270,7 +291,7 @@ class Windows:
         Raises:
             UsageError: it had none, or the script has changed gradients since.
         """
-        window = self._windows.get(optimizer)
+        window = self._of.get(id(optimizer))
         if window is None or window.last is None:
             raise UsageError("update() was called without a backward() before it.")
         if window.last and window.witness is not None:
@@ -283,25 +304,30 @@ class Windows:
         Raises:
             UsageError: this is no torch optimizer.
         """
-        window = self._windows.get(optimizer)
+        window = self._of.get(id(optimizer))
         if window is None:
             if not isinstance(optimizer, Optimizer):
                 raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
             for registered in self._hooks.registered:
                 registered(optimizer)
-            name = f"optimizer {self.count}"
+            name = f"optimizer {self._registered}"
             evidence = Evidence(all_gradients=self._all_gradients, leaf=self._backend.sharding.leaf)
-            window = Window(optimizer, name, evidence, self._total(name), self._backend.sharding.drop_gradients)
-            self._windows[optimizer] = window
+            key = id(optimizer)
+            reference = ref(optimizer, lambda _: self._of.pop(key, None))
+            window = Window(reference, key, name, evidence, self._total(name), self._backend.sharding.drop_gradients)
+            self._of[key] = window
+            self._windows.append(window)
+            self._registered += 1
             self.count += 1
         return window
 
     def introduce(self, hook: StepHook) -> None:
         """Tell a hook that was added late of the optimizers, and of the parameters that they train by now."""
         for window in self:
-            hook.registered(window.optimizer)
-            if window.parameters:
-                hook.watched(window.optimizer, window.trained)
+            if (optimizer := window.reference()) is not None:
+                hook.registered(optimizer)
+                if window.parameters:
+                    hook.watched(optimizer, window.trained)
 
     def of(self, optimizers: Sequence[Optimizer] | None) -> list[Window]:
         """Return the windows of optimizers, with their present parameters. None means all that are registered.
@@ -311,19 +337,19 @@ class Windows:
                 prepared module, or none is registered.
         """
         if optimizers is None:
-            if not self._windows:
+            if not self._of:
                 raise UsageError(
                     "backward() was called without an optimizer, and none was prepared: pass one to either."
                 )
-            optimizers = list(self._windows)
+            optimizers = self.optimizers
         windows = []
         for optimizer in optimizers:
-            window = self._windows.get(optimizer) or self.register(optimizer)
+            window = self._of.get(id(optimizer)) or self.register(optimizer)
             if window.witness is not None:
                 self._check_gradients(window)
             # With one optimizer in one process, frozen parameters need not be left out: they have no gradient.
             if self._averaged or self.count > 1 or len(optimizer.param_groups) != window.groups:
-                self._follow(window)
+                self._follow(window, optimizer)
             windows.append(window)
         return windows
 
@@ -332,23 +358,23 @@ class Windows:
         if not self._moves_gradients or self.count == 1:
             window.check_gradients()
 
-    def _follow(self, window: Window) -> None:
+    def _follow(self, window: Window, optimizer: Optimizer) -> None:
         """Update the window's parameters after changes of the optimizer's groups, or of ``requires_grad``."""
-        trained = [p for group in window.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if len(trained) != len(window.trained) or not all(map(is_, trained, window.trained)):
-            self._watch(window, trained)
+            self._watch(window, optimizer, trained)
 
-    def _watch(self, window: Window, trained: list[Parameter]) -> None:
+    def _watch(self, window: Window, optimizer: Optimizer, trained: list[Parameter]) -> None:
         """Tell everyone who keeps something for each parameter that an optimizer trains others now."""
-        parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._prepared.check(parameters)
         if self._averaged:
             window.evidence.watch(trained)
         for watched in self._hooks.watched:
-            watched(window.optimizer, trained)
-        window.watch(parameters, trained)  # last: if there is no memory for buckets, the next call makes them
+            watched(optimizer, trained)
+        window.watch(len(optimizer.param_groups), parameters, trained)  # last: if there is no memory for buckets, the next call makes them
 
     def close(self) -> None:
         """Remove the hooks of all windows."""
-        for window in self._windows.values():
+        for window in self._windows:
             window.evidence.close()
