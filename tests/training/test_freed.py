@@ -8,7 +8,6 @@ import threading
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from needs import HOROVOD
 from ranks import run_ranks
@@ -16,18 +15,17 @@ from torch import nn
 
 import unitrain
 
-ROUNDS = 50
-
 
 def fold(strategy: unitrain.Strategy) -> list[weakref.ref[Any]]:
-    """Train a model of a layer with a moving buffer, and drop it."""
+    """Train a model for two steps, and drop it. Return references to what must be freed."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.register_buffer("constant", torch.ones(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    dropped = [weakref.ref(thing) for thing in (model, model[0].weight, optimizer)]
-    model, optimizer = strategy.prepare(model, optimizer)
+    dropped: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)]
+    wrapped, optimizer = strategy.prepare(model, optimizer)
     for batch in strategy.dataloader(torch.randn(8, 4), global_batch_size=4):
-        strategy.step(model(batch).square().mean(), optimizer, scheduler)
+        strategy.step(wrapped(batch).square().mean(), optimizer, scheduler)
     return dropped
 
 
@@ -36,37 +34,71 @@ def alive(references: list[weakref.ref[Any]]) -> int:
     return sum(reference() is not None for reference in references)
 
 
-def in_one_strategy(backend: str, **settings: Any) -> tuple[int, int]:
+def folds_in_one_strategy(backend: str, **settings: Any) -> int:
     with unitrain.init(backend=backend, device="cpu", timeout_s=30, **settings) as strategy:
-        dropped = [reference for _ in range(8) for reference in fold(strategy)]
+        dropped = [reference for _ in range(4) for reference in fold(strategy)]
         strategy.prepare(nn.Linear(1, 1))  # here the ranks agree on what all of them have dropped
-        within = alive(dropped)
-    return within, alive(dropped)
+        return alive(dropped)
 
 
-def in_strategies(backend: str, rounds: int) -> list[int]:
-    dropped = []
-    for number in range(rounds):
+def folds_in_strategies(backend: str, rounds: int) -> list[int]:
+    """Return how many objects, descriptors and threads are left."""
+    dropped, before = [], [0, 0]
+    for number in range(rounds + 1):
         strategy = unitrain.init(backend=backend, device="cpu", timeout_s=30)
         dropped += [weakref.ref(strategy), *fold(strategy)]
         strategy.close()
         del strategy
         if not number:
-            gc.collect()
-            first = len(os.listdir("/proc/self/fd")), threading.active_count()
-    freed = alive(dropped)
-    return [freed, len(os.listdir("/proc/self/fd")) - first[0], threading.active_count() - first[1]]
+            alive(dropped)
+            before = [len(os.listdir("/proc/self/fd")), threading.active_count()]
+    left = alive(dropped)
+    return [left, len(os.listdir("/proc/self/fd")) - before[0], threading.active_count() - before[1]]
 
 
-def test_fifty_rounds_leave_nothing() -> None:
-    assert in_strategies("single", ROUNDS) == [0, 0, 0]
-    assert in_one_strategy("single") == (0, 0)
+def test_fifty_strategies_leave_nothing() -> None:
+    assert folds_in_strategies("single", 50) == [0, 0, 0]
 
 
-def test_process_groups_are_freed_as_well() -> None:
-    assert run_ranks(in_strategies, "ddp", 12) == [[0, 0, 0]] * 2
+def test_a_strategy_frees_what_the_script_has_dropped() -> None:
+    assert folds_in_one_strategy("single") == 0
 
 
-@pytest.mark.parametrize("settings", [{}, {"shard_optimizer": True}])
-def test_ranks_free_what_all_of_them_have_dropped(settings: dict[str, Any]) -> None:
-    assert run_ranks(lambda_free(settings), nprocs=2) == [(0, 0)] * 2
+def test_process_groups_are_freed() -> None:
+    assert run_ranks(folds_in_strategies, "ddp", 3) == [[0, 0, 0]] * 2
+
+
+def free_with_ranks() -> list[int]:
+    return [folds_in_one_strategy("ddp"), folds_in_one_strategy("ddp", shard_optimizer=True)]
+
+
+def test_ranks_free_what_all_of_them_have_dropped() -> None:
+    assert run_ranks(free_with_ranks) == [[0, 0]] * 2
+
+
+@HOROVOD
+def test_horovod_s_buckets_are_freed() -> None:
+    assert run_ranks(folds_in_one_strategy, "horovod", launcher="horovodrun") == [0, 0]
+
+
+def keep_a_layer() -> list[Any]:
+    """Drop a prepared module on one rank, and a part of it on none. Train the part, which has a moving buffer."""
+    with unitrain.init(backend="ddp", device="cpu", timeout_s=30, deterministic=True) as strategy:
+        both = nn.ModuleList([nn.BatchNorm1d(2), nn.Linear(2, 1)])
+        part = both[1]
+        seen = torch.zeros(())
+        part.register_buffer("seen", seen)
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        strategy.prepare(both, optimizer)
+        kept = both if strategy.is_main else None
+        del both
+        strategy.prepare(nn.Linear(1, 1))
+        for _ in range(3):
+            seen += 1 + strategy.rank
+            strategy.step(part(torch.ones(2, 2)).mean(), optimizer)
+        strategy.check_in_sync(part)
+        return [float(seen), kept is not None]
+
+
+def test_a_layer_that_the_script_keeps_stays_prepared() -> None:
+    assert run_ranks(keep_a_layer) == [[3.0, True], [3.0, False]]

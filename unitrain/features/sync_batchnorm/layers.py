@@ -110,7 +110,9 @@ def synchronise(
     layers = [
         (name, layer)
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and is_unsynchronised(layer) and (not only_torchs or type(layer) is nn.SyncBatchNorm)
+        if isinstance(layer, _BatchNorm)
+        and is_unsynchronised(layer)
+        and (not only_torchs or type(layer) is nn.SyncBatchNorm)
     ]
     if not layers:
         return

@@ -140,7 +140,9 @@ class GradientAveraging(Averaging):
         self._progress = {id(optimizer): self._progress[id(optimizer)] for optimizer in optimizers}
         self._optimizers = len(optimizers)
         self._finishers = {p: finish for p, finish in self._finishers.items() if p in parameters}
-        self._reducers = [reducer for reducer in self._reducers if not reducer.parameters.isdisjoint(parameters)]
+        for reducer in [each for each in self._reducers if each.parameters.isdisjoint(parameters)]:
+            reducer.close()  # torch does not free parameters with hooks that refer to them
+            self._reducers.remove(reducer)
 
     def finishers(self, parameters: Sequence[Parameter]) -> list[Finish]:
         """Return the functions that complete the averaging of these parameters' gradients, watched from now on.

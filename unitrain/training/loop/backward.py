@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from unitrain.errors import UsageError
 from unitrain.training.loop.parts import run_parts

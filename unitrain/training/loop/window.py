@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.communication.backend import Backend
+from unitrain.communication.communicator import Communicator
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.device import by_device
 from unitrain.errors import UsageError
@@ -372,7 +373,9 @@ class Windows:
             window.evidence.watch(trained)
         for watched in self._hooks.watched:
             watched(optimizer, trained)
-        window.watch(len(optimizer.param_groups), parameters, trained)  # last: if there is no memory for buckets, the next call makes them
+        window.watch(
+            len(optimizer.param_groups), parameters, trained
+        )  # last: if there is no memory for buckets, the next call makes them
 
     def close(self) -> None:
         """Remove the hooks of all windows."""

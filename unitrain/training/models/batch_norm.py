@@ -1,4 +1,4 @@
-"""BatchNorm and InstanceNorm layers whose running statistics differ between ranks: averages of them, and stand-ins that don't count."""
+"""BatchNorm and InstanceNorm layers with statistics that differ between ranks: averages, and stand-ins don't count."""
 
 from __future__ import annotations
 

@@ -97,8 +97,8 @@ class PreparedModules:
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the original module, without wrappers of the backend and ``torch.compile``, in any order."""
         while True:
-            original = self._originals.get(module)
-            inner = (original and original()) or module
+            original = self._originals.get(module, lambda: None)()
+            inner = module if original is None else original
             inner = getattr(inner, "_orig_mod", inner)
             if inner is module:
                 return module
