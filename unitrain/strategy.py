@@ -145,7 +145,8 @@ class Strategy:
         forward runs under autocast (with ``bf16`` or ``fp16``), and the backend wraps it if it needs to. Parameters
         stay the same objects, unless the backend shards them: then the module and its optimizers get shards in their
         place. An optimizer is returned as it is, with rank 0's state, so that loaded state and existing schedulers stay
-        valid. A module may be prepared before its optimizer exists.
+        valid. A module may be prepared before its optimizer exists. What the script drops later, such as the model of a
+        fold, is freed when all ranks have dropped it, at the next call at the latest.
 
         Parameters on the meta device get memory and, with ``initialise``, values that follow from the seed and the
         names of the modules: the same on any number of ranks and any backend.

@@ -220,7 +220,7 @@ class EMA(nn.Module, Feature):
 
 
 def _averaged(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that are averaged, by name: floating-point parameters, and the statistics of BatchNorm and InstanceNorm."""
+    """Return the tensors that are averaged, by name: floating-point parameters, and running statistics."""
     named: dict[str, Tensor] = {
         name: parameter
         for name, parameter in module.named_parameters()
