@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,7 +120,8 @@ class Contents:
         }
         originals = {**objects, **self.modules}
         self._of_features = [part for make in sockets.parts if (part := make(originals)) is not None]
-        self._run = RunPart(ranks, step, sockets.states, lambda: self.names, sockets.config.seed, restored)
+        this: Contents = weakref.proxy(self)  # a cycle would keep models, with their process groups
+        self._run = RunPart(ranks, step, sockets.states, lambda: this.names, sockets.config.seed, restored)
         self._is_main = ranks.is_main
 
     @property
