@@ -107,7 +107,7 @@ def synchronise(
     Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same. With
     ``only_torchs``, torch's own ``SyncBatchNorm`` layers are replaced and no others.
     """
-    layers: list[tuple[str, nn.Module]] = [
+    layers: list[tuple[str, Any]] = [
         (name, layer)
         for name, layer in module.named_modules()
         if isinstance(layer, _BatchNorm)
