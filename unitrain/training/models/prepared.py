@@ -192,7 +192,7 @@ class PreparedModules:
 def present(communicator: Communicator, references: Sequence[ref[T]]) -> list[T | None]:
     """Return the objects that exist on every rank, and None in the place of others. Collective.
 
-    Each rank collects its garbage at times of its own, so only this tells all of them the same.
+    Each rank collects its garbage at other times, so only this tells all of them the same.
     """
     objects = [reference() for reference in references]
     if communicator.world_size > 1 and objects:
