@@ -3,6 +3,8 @@
 #              of each launcher
 # make test-all  make test, then what it leaves out (a quarter of an hour more): more worlds, recipes and faults under
 #              more launchers, loops of other libraries
+# make test-oldest  run the contract, the launchers, the recipes and what uses other libraries with the lowest versions
+#              that pyproject.toml allows (a few minutes, without Horovod's build)
 # make check   check style, types, the documentation site, Dockerfiles, and the released packages
 # make soak    run every fault under every launcher, kills at random moments, and what make test-all leaves out: most
 #              benchmarks' short forms, more worlds, ten times the examples of Hypothesis (about half an hour), and
@@ -13,26 +15,29 @@
 # make hooks   have git check what is committed, too
 # make dist    build what is released of the last commit, wheel and sdist, into dist/
 # make docs    build the documentation into site/
-# make clean   remove the virtual environment and what tools left (not runs/)
+# make clean   remove the virtual environments and what tools left (not runs/)
 #
 # Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that run tests (many wait);
-# ARGS is added to the command of the recipe, of pytest, of each benchmark (--short, say) or of the build.
+# ARGS is added to the command of the recipe, of pytest, of each benchmark (--short, say) or of the build. make
+# test-oldest makes the environment OLDEST, and installs WITH in it, too, such as torch==2.13.0.
 
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST ?= .venv-oldest
+WITH ?=
 WORKERS ?= 3
 ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
 # -qq leaves pip's errors only.
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-user-action=ignore
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check --root-user-action=ignore
 # What a test or a launcher starts is looked for in the environment first.
 export PATH := $(BIN):$(PATH)
 # The tests start a thousand processes, and each would compile the package.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all check soak coverage bench lint hooks dist docs clean
+.PHONY: help train test test-all test-oldest check soak coverage bench lint hooks dist docs clean
 .NOTPARALLEL:
 
 help:
@@ -50,6 +55,15 @@ test: $(VENV)/.has-test
 test-all: test
 	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 --cpu-seconds build/cpu-seconds/test-all.tsv \
 		-m "all and not soak and not check" $(ARGS)
+
+# What is old warns of what is deprecated.
+test-oldest: export PATH := $(abspath $(OLDEST))/bin:$(PATH)
+test-oldest: $(OLDEST)/.has-oldest
+	@unitrain install-horovod || echo "Horovod could not be installed: its tests will be skipped." >&2
+	pytest -n $(WORKERS) --max-worker-restart 0 \
+		-W default::DeprecationWarning -W default::PendingDeprecationWarning \
+		tests/contract tests/launch/test_launchers.py tests/recipes tests/features/test_trackers.py \
+		tests/features/metrics_endpoint tests/checkpoint/store/test_remote.py $(ARGS)
 
 check: $(VENV)/.has-test
 	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 -m "check and not soak" $(ARGS)
@@ -96,14 +110,22 @@ docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build
 
 clean:
-	rm -rf $(VENV) build dist site unitrain.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist site unitrain.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
+# uv, since pip installs the newest only.
+$(OLDEST)/.has-oldest: pyproject.toml
+	@echo "Installing the lowest versions into $(OLDEST); torch is several GB …"
+	@$(PYTHON) -m venv --clear $(OLDEST)
+	@$(OLDEST)/bin/python $(PIP_INSTALL) uv
+	@$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[oldest]' $(WITH)
+	@touch $@
+
 # A stamp for each extra that is installed: only a changed pyproject.toml installs it again.
 $(VENV)/.has-%: pyproject.toml | $(BIN)/python
 	@echo "Installing unitrain[$*] into $(VENV); the first time with torch, which is several GB …"
-	@$(PIP_INSTALL) --editable '.[$*]'
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[$*]'
 	@touch $@

@@ -173,7 +173,7 @@ def batches(kind: str, samples: int, sought: bool) -> Iterator[list[int]]:
         samples=samples, global_batch=BATCH * WORLD, accumulate=1, rank=RANK, world_size=WORLD, drop_last=False
     )
     start = int(SOUGHT * samples / plan.global_batch) * plan.global_batch if sought else 0
-    epoch = Orders(plan, shuffle=True).epoch(0, 0, start)
+    epoch = Orders(plan, lambda: samples, shuffle=True).epoch(0, 0, start)
     return (request.samples for request in requests(epoch, epoch.plan, None, 0))
 
 

@@ -29,6 +29,8 @@ from unitrain.data.order.shares import reduced
 from unitrain.device import pick_device
 from unitrain.errors import ConfigError, UsageError
 from unitrain.job.job import current, join
+from unitrain.job.watch.messages import Exits
+from unitrain.job.watch.stopping import Stopped
 from unitrain.launch.copies import unmark_rank
 from unitrain.launch.detect import Launch
 from unitrain.process import exit_now
@@ -37,7 +39,7 @@ from unitrain.training.feature import Feature
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep
-from unitrain.training.loop.weights import ScriptLosses, ScriptWeights
+from unitrain.training.loop.weights import OfBatch, ScriptLosses, ScriptWeights
 from unitrain.training.meter import Meter
 from unitrain.training.models import batch_norm, preparation
 from unitrain.training.models.buffers import BufferSync
@@ -98,7 +100,10 @@ class Strategy:
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
         if self.world_size > 1:
-            self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
+            in_sync = InSyncCheck(self._communicator, self._prepared, self._step.windows.on_all_ranks)
+            self._hooks.add_hook(in_sync)
+            if self._step.averaging.in_step:
+                self._step.at_window_end(in_sync.after_first_step)
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
@@ -106,7 +111,7 @@ class Strategy:
             self._prepared,
             self._step.windows.register,
             self._step.batches.current_batch,
-            self._step.forget_dropped,
+            self._step.windows.forget_dropped,
             config,
             wraps=self.world_size == 1 or self._step.averaging.in_step,
         )
@@ -181,6 +186,7 @@ class Strategy:
         scheduler: Any = None,
         *,
         weight: ScriptWeights = None,
+        batch: Any = None,
     ) -> StepResult:
         """Run backward, average, unscale, check and clip the gradients, step, and clear the gradients. Collective.
 
@@ -195,6 +201,9 @@ class Strategy:
             weight: weight of this rank's mean, the number of its tokens, say. Default: the number of samples in the
                 batch that the strategy's loader yielded last; without such a loader all ranks weigh the same. Of
                 several losses, a list or dict of their weights. A loss of weight 0 may be NaN.
+            batch: the batch that the loss is of, as its loader yielded it, or a tensor of it. Needed where several
+                batches are in use, from one loader or several, and an error asks for it. Of several losses, a list or
+                dict of their batches.
 
         Raises:
             UsageError: the loss is not a scalar that requires grad, losses and weights don't match, a micro-batch was
@@ -207,13 +216,14 @@ class Strategy:
         """
         if scheduler is not None:
             check_scheduler(scheduler)
+        given = weight if batch is None else OfBatch(batch, weight)
         if isinstance(optimizer, Optimizer):
-            return self._step.step(loss, optimizer, scheduler, weight)
+            return self._step.step(loss, optimizer, scheduler, given)
         if not isinstance(optimizer, Sequence) or not optimizer:
             raise UsageError(
                 f"step() takes a torch optimizer, or a non-empty list of them, not {type(optimizer).__name__}."
             )
-        self._step.backward(loss, optimizer, weight=weight)
+        self._step.backward(loss, optimizer, weight=given)
         results = [self._step.update(each) for each in optimizer]
         # The scheduler steps with its optimizer: the others may have skipped the step, or not.
         scheduled = getattr(scheduler, "optimizer", None)
@@ -230,6 +240,7 @@ class Strategy:
         *,
         sync: bool | None = None,
         weight: ScriptWeights = None,
+        batch: Any = None,
     ) -> None:
         """Run the first half of ``step``, for several losses with one optimizer, or several optimizers. Collective.
 
@@ -243,8 +254,10 @@ class Strategy:
             sync: whether this backward ends the accumulation window and synchronises the gradients. Default: decided
                 by the loader, or by counting ``update`` calls.
             weight: as in ``step``. Losses of one micro-batch share the weight of the first.
+            batch: as in ``step``.
         """
-        self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=weight)
+        given = weight if batch is None else OfBatch(batch, weight)
+        self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=given)
         self._step.remember_gradients()
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
@@ -581,6 +594,8 @@ class Strategy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._job.failed = self._job.failed or kind is not None
+        if isinstance(error, SystemExit) and error.code and not isinstance(error, Stopped) and self._job.watch:
+            self._job.watch.send(Exits(f"called sys.exit({error.code!r})"))
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import ClassVar, Literal
 
 import torch
@@ -55,13 +55,21 @@ class DDPBackend(ProcessGroupBackend):
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
         # Weak references: a model is freed when the script drops it.
-        self._wrapped: weakref.WeakSet[AveragingModule] = weakref.WeakSet()
+        self._wrapped: dict[weakref.ref[AveragingModule], None] = {}  # in the same order on all ranks
         # The wrapper that averages each parameter; torch ignores parameters that were frozen when it was made.
         self._averaged: dict[Parameter, weakref.ref[AveragingModule]] = {}
         self._names: dict[Parameter, str] = {}
         self._armed = True
-        if config.deterministic:
-            self.gradient_reduction = "sum"  # of the core's buckets: DDP rebuilds its own after the first step
+        # They take gradients in any order, and from some ranks only. DDP rebuilds its own after the first step.
+        searches = self.settings.find_unused_parameters and not self._needs_ddp
+        self._uses_buckets: bool = config.deterministic or searches
+        if self._uses_buckets:
+            self.gradient_reduction = "sum"
+
+    @property
+    def _needs_ddp(self) -> bool:
+        """Whether the settings are of DDP's own reducer, which the core's buckets can't replace."""
+        return bool(self.settings.static_graph) or self.config.compression == "powersgd"
 
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here, unless that would need other ranks, which may be gone."""
@@ -71,14 +79,14 @@ class DDPBackend(ProcessGroupBackend):
         super().close(failed=failed)
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
-        """Return the module in torch's DDP; unchanged if it is frozen, or on several devices, or ``deterministic``.
+        """Return the module in torch's DDP; unchanged if it is frozen, on several devices, or for the core's buckets.
 
         Where the module is returned unchanged, the core's buckets or ``watch_gradients`` average the gradients.
 
         Raises:
             UsageError: it shares parameters with a module that is wrapped already, or its compression is not supported.
         """
-        if self.world_size == 1 or self.config.deterministic or not any(p.requires_grad for p in module.parameters()):
+        if self.world_size == 1 or self._uses_buckets or not any(p.requires_grad for p in module.parameters()):
             return module
         spread = devices_of(module)
         if len(spread) > 1:
@@ -120,13 +128,15 @@ class DDPBackend(ProcessGroupBackend):
         # A module may be prepared in the middle of a window.
         wrapped.require_backward_grad_sync = self._armed
         self._names.update({p: name.replace(_COMPILED, "") for name, p in module.named_parameters()})
-        self._wrapped.add(wrapped)
-        self._averaged.update(dict.fromkeys(trained, weakref.ref(wrapped)))
+        reference = weakref.ref(wrapped)
+        self._wrapped[reference] = None
+        self._averaged.update(dict.fromkeys(trained, reference))
         return wrapped
 
     def keep(self, parameters: Collection[Parameter]) -> None:
         """Forget all other parameters, which the script has dropped with their modules."""
         self._averaged = {p: wrapped for p, wrapped in self._averaged.items() if p in parameters}
+        self._wrapped = dict.fromkeys(self._averaged.values())
         self._names = {p: name for p, name in self._names.items() if p in parameters}
 
     def arm(self, sync: bool) -> None:
@@ -136,8 +146,30 @@ class DDPBackend(ProcessGroupBackend):
             sync: whether the next backward is the last of its window, so that it averages.
         """
         self._armed = sync
-        for wrapped in self._wrapped:
-            wrapped.require_backward_grad_sync = sync
+        for reference in self._wrapped:
+            if (wrapped := reference()) is not None:
+                wrapped.require_backward_grad_sync = sync
+
+    def expect_gradients(self, parameters: Set[Parameter]) -> bool:
+        """Leave the averaging to the core's buckets if a wrapper has other parameters as well: DDP waits for all.
+
+        These were frozen since, or have another optimizer, or none.
+        """
+        needed = {wrapped for p, wrapped in self._averaged.items() if p in parameters}
+        complete = all(p in parameters for p, wrapped in self._averaged.items() if wrapped in needed)
+        if complete or self._needs_ddp:
+            return False
+        wrappers = [reference() for reference in self._wrapped]
+        # Each rank frees one that the script has dropped at another time.
+        exist = torch.tensor([wrapped is not None for wrapped in wrappers], dtype=torch.int32, device=self.device)
+        self.all_reduce(exist, "min", "wrappers")()
+        for wrapped, everywhere in zip(wrappers, exist.tolist(), strict=True):
+            if wrapped is not None and everywhere:
+                wrapped.retire()
+        self._wrapped.clear()
+        self._averaged.clear()
+        self._uses_buckets = True
+        return True
 
     def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
         """Return a function that averages the gradients that DDP did not average within backward.
@@ -147,9 +179,9 @@ class DDPBackend(ProcessGroupBackend):
 
         Returns:
             A collective function, called at the end of a window, and told whether ``arm`` came too late for a backward.
-            None with ``deterministic``, where the core's buckets average.
+            None if the core's buckets average.
         """
-        if self.config.deterministic:
+        if self._uses_buckets:
             return None
         averaged = [p for p in parameters if p in self._averaged]
         others = [p for p in parameters if p not in self._averaged]
@@ -169,7 +201,7 @@ class DDPBackend(ProcessGroupBackend):
                 late = late or not wrapper.has_averaged(*counts[i])
                 counts[i] = (wrapper.forwards, wrapper.calls)
             if not (late or some_unused) and (unused := [self._names[p] for p in averaged if p.grad is None]):
-                self.refuse_unused(unused)
+                self.refuse_unused(unused, all_of_them=len(unused) == len(averaged))
             if late:
                 self.average(parameters)
             elif others:

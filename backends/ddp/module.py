@@ -62,6 +62,12 @@ class AveragingModule(Wrapper, DistributedDataParallel):
                 "add the losses and call step() once, set ddp.find_unused_parameters to true, or freeze them."
             ) from error
 
+    def retire(self) -> None:
+        """Leave the averaging of gradients to the caller, from the next backward on. Collective."""
+        self.reducer._rebuild_buckets()  # else the next forward would, for which a rank may not come
+        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        self.require_backward_grad_sync = False
+
     def has_averaged(self, forwards: int, calls: int) -> bool:
         """Return whether gradients were averaged: not if all forwards ran within the window, before its last backward.
 

@@ -13,7 +13,7 @@ class DDPSettings(ProcessGroupSettings):
     """Settings of the backend ddp (torch's DistributedDataParallel)."""
 
     find_unused_parameters: bool = False
-    """Find parameters that were not used in a forward, in each backward; slower. Not needed with static_graph."""
+    """Allow steps that don't use all parameters, on some ranks or on all; slower. Not needed with static_graph."""
     static_graph: bool = False
     """Declare that the same parameters are used in every step, which lets DDP skip work; some may be unused."""
     gradient_as_bucket_view: bool = True

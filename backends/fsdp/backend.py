@@ -52,7 +52,7 @@ class FSDPBackend(ProcessGroupBackend):
 
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise BackendError(
-                f"backend fsdp needs a newer torch than {torch.__version__}, such as 2.15: install it, or use ddp."
+                f"backend fsdp needs torch 2.13 or newer, and this is {torch.__version__}: update it, or use ddp."
             )
         settings = config.section(cls.name, FSDPSettings)
         if settings.cpu_offload and config.precision == "fp16":
@@ -186,20 +186,33 @@ class FSDPBackend(ProcessGroupBackend):
         others = [p for p in parameters if p not in self.sharding.module_of]
         if not sharded and not others:
             return None
-        for parameter in sharded:
-            # The whole parameter is a leaf of the graph, and the shard is not.
-            leaf = self.sharding.leaf(parameter)
+        # The whole parameter is a leaf of the graph, and the shard is not.
+        leaves = [self.sharding.leaf(parameter) for parameter in sharded]
+        for parameter, leaf in zip(sharded, leaves, strict=True):
             leaf.register_post_accumulate_grad_hook(partial(self._note_used, parameter))  # type: ignore[no-untyped-call]
 
         def finish(late: bool) -> None:
             """Set ``grad`` to None where FSDP has reduced zeros only, and average the gradients of whole parameters."""
+            searches = self.settings.find_unused_parameters
+            used = [p in self.sharding.used for p in sharded]
+            unused = [self._names[p] for p, is_used in zip(sharded, used, strict=True) if not is_used]
+            if unused and (not searches or len(unused) == sum(p.requires_grad for p in self.sharding.module_of)):
+                # Ranks that use some of them wait in their backward for this one.
+                self.refuse_unused(unused, all_of_them=len(unused) == len(sharded), searches=True)
+            # A gradient of a gradient reaches a unit without its hooks, or after they have reduced it.
+            left = any(leaf.grad is not None for leaf in leaves)
+            if searches:
+                # A parameter that any rank has used has a gradient on all, as one device would have it.
+                *used, left = self._any_rank([*used, left])
             # The optimizer changes the shards: what a forward has gathered would be stale after it.
             for module in dict.fromkeys(self.sharding.module_of[p] for p in sharded if p in self.sharding.module_of):
+                if left:
+                    module.reduce_rest()
+                    module.arm(self._armed)
                 module.reshard()
-            if self.settings.find_unused_parameters:
-                self._drop_unused(sharded)
-            elif unused := [self._names[p] for p in sharded if p not in self.sharding.used]:
-                self.refuse_unused(unused)
+            for parameter, is_used in zip(sharded, used, strict=True):
+                if not is_used:
+                    parameter.grad = None
             self.sharding.used.difference_update(sharded)
             if others:
                 self.average(others)
@@ -214,11 +227,8 @@ class FSDPBackend(ProcessGroupBackend):
                 f"{self._names[parameter]} has a sparse gradient, which FSDP lacks: create its layer with sparse=False."
             )
 
-    def _drop_unused(self, parameters: Sequence[Parameter]) -> None:
-        """Set ``grad`` to None for parameters that no rank has used. Collective."""
-        used = torch.tensor([p in self.sharding.used for p in parameters], dtype=torch.int32, device=self.device)
-        # A parameter that any rank has used has a gradient on all, as one device would have it.
-        self.all_reduce(used, "max", "gradients.used")()
-        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
-            if not is_used:
-                parameter.grad = None
+    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return which flags are true on any rank. Collective."""
+        flags_of_all = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        self.all_reduce(flags_of_all, "max", "gradients.used")()
+        return [bool(flag) for flag in flags_of_all.tolist()]

@@ -1,14 +1,18 @@
-"""Refuses misuses of a sharded model: changing weights in a forward, tying them, saving or generating alone."""
+"""Refuses misuses of a sharded model: changing or tying weights, using them uncalled, saving or generating alone."""
 
 from __future__ import annotations
 
 import functools
+import sys
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from unitrain.call_site import is_user_code
 from unitrain.errors import UsageError
 
 _eager: Callable[[Any], Any] = torch.compiler.disable
@@ -65,6 +69,29 @@ class ForwardChanges:
         )
 
 
+def refuse_hidden_outputs(unit: nn.Module) -> None:
+    """Refuse outputs in objects that FSDP does not look into: it would free weights that their backward reads.
+
+    Args:
+        unit: a module that FSDP gathers as one, and frees after its forward.
+    """
+    unit.register_forward_hook(_eager(_check_output))
+
+
+def _check_output(module: nn.Module, args: Any, output: Any) -> None:
+    """Raise UsageError if an object has a tensor with a graph, and is none of those that torch's pytree opens."""
+    if isinstance(output, Tensor):
+        return
+    for part in tree_leaves(output):
+        held = getattr(part, "__dict__", {})
+        if not isinstance(part, Tensor) and any(isinstance(v, Tensor) and v.requires_grad for v in held.values()):
+            raise UsageError(
+                f"the forward of {type(module).__name__.removeprefix('FSDP')} returns tensors in a "
+                f"{type(part).__name__}, which FSDP does not look into, so that it frees weights before their "
+                "backward: return a tuple, a list or a dict, or set fsdp.reshard_after_forward to false."
+            )
+
+
 def refuse_tied(module: nn.Module) -> None:
     """Refuse the first forward of a sharded module if weights were tied since: FSDP would silently untie them.
 
@@ -85,6 +112,38 @@ def refuse_tied(module: nn.Module) -> None:
 
     # Before the hooks of fully_shard, which untie them.
     hook = module.register_forward_pre_hook(_eager(check), prepend=True)
+
+
+def explain_forward(module: nn.Module) -> None:
+    """Have torch's error on weights that were not gathered in a forward name the layer, the line and a remedy.
+
+    Args:
+        module: the sharded module.
+    """
+    module.register_forward_hook(_eager(_name_layer), always_call=True)
+
+
+def _name_layer(module: nn.Module, args: Any, output: Any) -> None:
+    """Replace the message of torch's error, if there is one. A hook, which can't raise another error in its place."""
+    error = sys.exc_info()[1]
+    if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
+        return
+    names = {layer: name for name, layer in module.named_modules()}
+    layer, place = module, ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module) and caller in names:
+            layer = caller
+        if is_user_code(frame):
+            place = f" at {frame.f_code.co_filename}:{line}"
+    name = names[layer] or "the model"
+    error.args = (
+        f"the forward{place} used weights of a layer that it had not called, here in {name}, a "
+        f"{type(layer).__name__.removeprefix('FSDP')}. FSDP gathers the weights of a unit when the unit itself is "
+        "called: call it, or have another method of it gather them, with torch.distributed.fsdp."
+        "register_fsdp_forward_method(layer, name) after prepare(), or leave it out of the units: set fsdp.wrap to the "
+        f"classes of others, or to 1000000000 for a single unit. (torch: {error})",
+    )
 
 
 def explain_methods(module: nn.Module) -> None:

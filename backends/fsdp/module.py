@@ -20,17 +20,17 @@ from torch.distributed.fsdp import (
 )
 from torch.nn import Parameter
 
-from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
 from unitrain.module_copy import add_hooks, move_foreign, without_memory
+from unitrain.structure import tensors
 from unitrain.training.models.materialising import give_memory
 
-from .changes import ForwardChanges, explain_methods, refuse_tied
+from .changes import ForwardChanges, explain_forward, explain_methods, refuse_hidden_outputs, refuse_tied
 from .settings import FSDPSettings
 from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
 
-_METHOD = "unitrain_begin"
+_METHOD = "unitrain_empty"
 
 
 class ShardedModule:
@@ -86,6 +86,8 @@ class ShardedModule:
         for unit in (*units(module, wrap), module):
             give_memory(unit, device)  # until it is sharded; values come later
             changes[unit] = ForwardChanges(unit)
+            if settings.reshard_after_forward:
+                refuse_hidden_outputs(unit)
             self._divide(unit, shard)
         assert isinstance(module, FSDPModule)
         # Of the subclass that FSDP has made, which only sharded modules have.
@@ -100,7 +102,10 @@ class ShardedModule:
             if device.type == "cpu":
                 # The next unit could be gathered before this one's backward, but gloo would block meanwhile.
                 fsdp_unit.set_modules_to_backward_prefetch([fsdp_unit])
-        _make_root(module)
+        # FSDP takes the first module that is called for the root.
+        with torch.no_grad():
+            _run_empty_forward(module)
+        self.reshard()
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._leaves: dict[Tensor, Tensor] = {}
         for fsdp_unit in self._units:
@@ -110,11 +115,14 @@ class ShardedModule:
         for name, parameter in module.named_parameters():
             if whole_parameters[name] is not parameter:
                 self._move_hooks(whole_parameters[name], parameter)
+                for method in ("register_hook", "register_post_accumulate_grad_hook"):
+                    setattr(parameter, method, partial(self._register, parameter, method))
         module.set_reshard_after_backward(settings.reshard_after_backward)
         if not settings.reshard_after_forward:
             module.register_forward_hook(self._reshard_without_grad)
         module.set_reduce_scatter_unused_params(True)  # ranks that use different parameters reduce the same ones
         refuse_tied(module)
+        explain_forward(module)
         explain_methods(module)
 
     def _divide(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
@@ -137,6 +145,10 @@ class ShardedModule:
         add_hooks(leaf, of=old)
         leaf.requires_grad_(new.requires_grad)
 
+    def _register(self, parameter: Parameter, method: str, hook: Callable[[Tensor], Any]) -> Any:
+        """Register a hook of a shard with the leaf: autograd never reaches the shard. Return its handle."""
+        return getattr(self.leaf(parameter), method)(hook)
+
     def leaf(self, parameter: Tensor) -> Tensor | None:
         """Return the leaf of the graph for a sharded parameter; None if it is not one of this module.
 
@@ -153,13 +165,23 @@ class ShardedModule:
 
     def _reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
         """Free whole weights that no backward will free: a hook of the module's forward."""
-        if not any(tensor.requires_grad for tensor in tensors(output, opened=True)):
+        # In an object that can't be opened, there may be outputs that need a backward if the parameters do.
+        outputs = list(tensors(output, opened=True)) or self._leaves
+        if not any(tensor.requires_grad for tensor in outputs):
             self.reshard()
 
     def arm(self, sync: bool) -> None:
         """Set whether the next backward reduces gradients, or accumulates them."""
         self._root.set_requires_gradient_sync(sync)
         self._root.set_is_last_backward(sync)
+
+    def reduce_rest(self) -> None:
+        """Reduce the gradients that whole parameters still have after a backward. Collective.
+
+        The units' hooks do this at the end of another backward, for those that it does not reach, too.
+        """
+        self.arm(True)
+        _run_empty_forward(self._module).backward()  # type: ignore[no-untyped-call]
 
     def refuse_calls(self) -> None:
         """Make the forward raise an error from now on: its weights can't be gathered without a process group."""
@@ -194,18 +216,13 @@ def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
     unit.reshard()
 
 
-def _make_root(module: FSDPModule) -> None:
-    """Register a module as the root with FSDP, which takes the first module that is called for it.
-
-    An empty method stands for the forward, so that nothing is computed.
-    """
-    assert isinstance(module, nn.Module)
-    setattr(module, _METHOD, lambda: None)
+def _run_empty_forward(module: nn.Module) -> Tensor:
+    """Run the hooks that FSDP has for a forward, without computing anything. Return an output with a graph."""
+    setattr(module, _METHOD, lambda: torch.zeros((), requires_grad=True) * 1)
     register_fsdp_forward_method(module, _METHOD)
-    with torch.no_grad():
-        getattr(module, _METHOD)()
+    output: Tensor = getattr(module, _METHOD)()
     delattr(module, _METHOD)
-    module.reshard()
+    return output
 
 
 def _policy(

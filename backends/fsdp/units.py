@@ -23,7 +23,8 @@ _CONVERTED = frozenset(
 def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module]:
     """Return the modules within ``module`` to gather separately, inner ones first.
 
-    A module that shares a parameter with one outside of it is left out, and so is a BatchNorm layer.
+    A module that shares a parameter with one outside of it is left out, and so is a BatchNorm layer, and a module
+    without a forward, as no call would gather its weights.
 
     Args:
         module: the module to shard.
@@ -55,7 +56,7 @@ def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.
         child for layer in module.modules() if isinstance(layer, nn.MultiheadAttention) for child in layer.children()
     }
     inner = [layer for layer in module.modules() if layer is not module and layer not in uncalled]
-    inner = [layer for layer in inner if not isinstance(layer, (*_LISTS, _BatchNorm))]
+    inner = [layer for layer in inner if _has_forward(layer) and not isinstance(layer, (nn.Sequential, _BatchNorm))]
     if isinstance(wrap, int):
         return inner
     if wrap is None:
@@ -66,10 +67,15 @@ def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.
     for name in wrap:
         if name not in classes:
             raise ConfigError(
-                f"fsdp.wrap names {name!r}, but the model has no module of that class.{nearest(name, classes)} It has "
-                f"{', '.join(classes)}."
+                f"fsdp.wrap names {name!r}, but the model has no module of that class with a forward."
+                f"{nearest(name, classes)} It has {', '.join(classes)}."
             )
     return [layer for layer in inner if type(layer).__name__ in wrap]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called, as a list of modules or of parameters can't."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _owners(module: nn.Module) -> dict[Parameter, set[nn.Module]]:

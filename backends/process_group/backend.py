@@ -157,15 +157,25 @@ class ProcessGroupBackend(Backend):
         if not self._adopted and dist.is_initialized():
             dist.destroy_process_group()
 
-    def refuse_unused(self, names: Sequence[str]) -> NoReturn:
+    def refuse_unused(self, names: Sequence[str], *, all_of_them: bool, searches: bool = False) -> NoReturn:
         """Raise UsageError for parameters that were not used: torch waits for the gradients of all.
 
         Args:
             names: of the parameters that have no gradient after the backward.
+            all_of_them: whether these are all parameters of the optimizer.
+            searches: whether the setting does not help then.
         """
+        setting = f"set {self.name}.find_unused_parameters to true"
+        if all_of_them:
+            raise UsageError(
+                f"the loss of rank {self.rank} does not depend on the optimizer's parameters ({names[0]}, ...), but "
+                f"{self.name} waits for a gradient on each rank: where a batch has nothing to learn from, call the "
+                "model anyway, and let the loss be the sum of its output times 0"
+                f"{'' if searches else f', or {setting}'}."
+            )
         raise UsageError(
-            f"{len(names)} parameters were not used in computing this step's loss ({', '.join(names[:3])}, ...), "
-            f"but {self.name} waits for all: set {self.name}.find_unused_parameters to true, or freeze them first."
+            f"{len(names)} parameters were not used in computing this step's loss ({', '.join(names[:3])}, ...) on "
+            f"rank {self.rank}, but {self.name} waits for all: {setting}, or freeze them."
         )
 
     def average(self, parameters: Sequence[Parameter]) -> None:

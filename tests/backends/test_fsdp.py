@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from needs import FSDP_IN_16_BITS, GPU, compiled_by
 from partly_used import PartlyUsed
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
@@ -23,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain import ConfigError, UsageError
+from unitrain import BackendError, ConfigError, UsageError
 from unitrain.features.ema import EMA
 from unitrain.job.starting.spawn import spawn_environments
 from unitrain.testing import ranks
@@ -411,7 +413,10 @@ def test_what_can_t_be_done_with_shards_is_refused_with_a_remedy() -> None:
 def open_with_wrong_settings() -> None:
     for settings, said in (
         ({"communication": "nccl"}, "is nccl, but torch.distributed does not have nccl for devices of type cpu"),
-        ({"wrap": ["Blok"]}, r"names 'Blok', but the model has no module of that class\. Did you mean 'Block'\?"),
+        (
+            {"wrap": ["Blok"]},
+            r"names 'Blok', but the model has no module of that class with a forward\. Did you mean 'Block'",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             unitrain.init(backend="fsdp", device="cpu", fsdp=settings, timeout_s=30).prepare(made()[0])
@@ -419,6 +424,12 @@ def open_with_wrong_settings() -> None:
 
 def test_wrong_settings_are_refused() -> None:
     run_ranks(open_with_wrong_settings)
+
+
+def test_a_torch_that_is_too_old_is_refused_with_the_oldest_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(BackendError, match=rf"needs torch 2\.13 or newer, and this is {re.escape(torch.__version__)}"):
+        unitrain.init(backend="fsdp", device="cpu")
 
 
 # ---------------------------------------------------------------------------------------------------------- offload

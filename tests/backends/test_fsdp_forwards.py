@@ -57,17 +57,32 @@ def data() -> TensorDataset:
     return TensorDataset(x, x.square())
 
 
-def losses_of(strategy: unitrain.Strategy, model: nn.Module, penalty: bool = False) -> list[float]:
+def losses_of(strategy: unitrain.Strategy, model: nn.Module, terms: str = "f") -> list[float]:
+    """Train; return the losses.
+
+    Args:
+        strategy: prepares the model.
+        model: the model.
+        terms: the terms of the loss in the order of their forwards: f for the function, p for a gradient penalty.
+    """
     model, optimizer = strategy.prepare(model, SGD((p for p in model.parameters() if p.requires_grad), lr=0.005))
     losses = []
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        errors: Tensor = model(x).sum(1) - y.sum(1)
+        return errors.square().mean()
+
+    def penalty(x: Tensor, y: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        squares: Tensor = slope.square().sum(1)
+        return squares.mean()
+
     loader = strategy.dataloader(data(), global_batch_size=6)
     for _ in loader.epochs(2):
         for x, y in loader:
-            x.requires_grad_(penalty)
-            loss = (model(x).sum(1) - y.sum(1)).square().mean()
-            if penalty:
-                (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-                loss = loss + slope.square().sum(1).mean()
+            loss = torch.zeros((), dtype=x.dtype)
+            for term in terms:
+                loss = loss + (function(x, y) if term == "f" else penalty(x.clone().requires_grad_(), y))
             mean = strategy.meter()
             mean.add(mean=loss, count=len(x))
             losses.append(mean.value())
@@ -99,7 +114,7 @@ def train_what_works(backend: str, sizes: int | None, keep: bool) -> list[list[f
     if backend == "fsdp":
         settings["fsdp"] = {"wrap": sizes, "reshard_after_forward": not keep, "reshard_after_backward": False}
     with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60, **settings) as strategy:
-        found = [losses_of(strategy, net(), penalty=True), distil(strategy)]
+        found = [*(losses_of(strategy, net(), terms) for terms in ("fp", "pf")), distil(strategy)]
         return found if keep else [*found, losses_of(strategy, KeysThatFollow())]
 
 
@@ -123,6 +138,26 @@ def train_what_is_refused() -> None:
             strategy.backward(slope.square().sum(), optimizer)
 
 
+def train_penalties_alone(backend: str) -> list[list[float]]:
+    """Train with a penalty that needs no gathered weights, and with one that leaves a bias unused."""
+    settings: list[dict[str, Any]] = [{}, {}]
+    if backend == "fsdp":
+        settings[1]["fsdp"] = {"find_unused_parameters": True, "reshard_after_backward": False}
+    losses = []
+    for model, its in zip((nn.Linear(4, 2, bias=False), net()), settings, strict=True):
+        with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60, **its) as strategy:
+            losses.append(losses_of(strategy, model, "p"))
+    return losses
+
+
+def test_gradients_that_reach_a_unit_without_its_hooks_are_reduced() -> None:
+    (alone,) = run_ranks(train_penalties_alone, "single", nprocs=1)
+    for found in run_ranks(train_penalties_alone, "fsdp"):
+        for losses, expected in zip(found, alone, strict=True):
+            assert expected[-1] != expected[1]
+            assert losses == pytest.approx(expected, abs=1e-9)
+
+
 def test_what_would_be_lost_or_is_freed_is_refused() -> None:
     run_ranks(train_what_is_refused)
 
@@ -137,6 +172,132 @@ def compiled_change() -> None:
 
 def test_compiled_forwards_can_t_change_weights_either() -> None:
     run_ranks(compiled_change, timeout=120)
+
+
+class Outputs:
+    """An object that FSDP can't look into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Block(nn.Module):
+    """A unit with another method than a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Outputs:
+        self.kept = self.layer(x)
+        return Outputs(self.layer(self.kept.tanh()))
+
+    def encode(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Unusual(nn.Module):
+    """A model that uses its layers in a way that FSDP doesn't see.
+
+    Args:
+        way: what the loss is computed from; or the layers that are used without calling them.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scales = nn.ModuleList(nn.ParameterList([nn.Parameter(torch.ones(4))]) for _ in range(2))
+        if way == "kept":
+            self.scales.requires_grad_(False)
+            self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.way == "encode":
+            return self.blocks[0].encode(x)  # type: ignore[operator]
+        if self.way == "weights":
+            return x @ self.blocks[0].layer.weight  # type: ignore[operator, union-attr]
+        for block in self.blocks:
+            x = block(x).value
+        for scale in self.scales:
+            x = x * scale[0]  # type: ignore[index]
+        return Outputs(x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        outputs = self(x).value
+        values: Tensor = self.blocks[0].kept if self.way == "kept" else outputs  # type: ignore[assignment]
+        return values.square().mean()
+
+
+def steps_of_unusual(backend: str) -> list[Tensor]:
+    """Return the weights after steps with each kind of loss; under fsdp, assert what the errors say, too."""
+    settings: dict[str, Any] = {"fsdp": {"reshard_after_forward": False}} if backend == "fsdp" else {}
+    weights: list[Tensor] = []
+    x, _ = data()[:4]
+    for way in ("outputs", "kept"):
+        with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60, **settings) as strategy:
+            model = Unusual(way)
+            model, optimizer = strategy.prepare(model, SGD((p for p in model.parameters() if p.requires_grad), lr=0.1))
+            for _ in range(2):
+                whole: Any = strategy.unwrap(model)
+                strategy.step(whole.loss(x[strategy.rank :: strategy.world_size]), optimizer)
+            weights += strategy.export(model).state_dict().values()
+    return weights
+
+
+def use_layers_without_calling_them() -> None:
+    with unitrain.init(backend="fsdp", precision="fp64", device="cpu", timeout_s=60) as strategy:
+        x, _ = data()[:4]
+        with pytest.raises(UsageError, match=r"Block returns tensors in a Outputs.*set fsdp\.reshard_after_forw"):
+            strategy.prepare(Unusual("outputs"))(x)
+        for way, layer in (("encode", r"blocks\.0\.layer, a Linear"), ("weights", "the model, a Unusual")):
+            model = strategy.prepare(Unusual(way))
+            with pytest.raises(
+                RuntimeError, match=rf"^the forward at .*{Path(__file__).name}:\d+ .*{layer}.*fsdp\.wrap"
+            ):
+                model(x)
+            if way == "encode":
+                register_fsdp_forward_method(strategy.unwrap(model).get_submodule("blocks.0"), "encode")
+                model(x)
+
+
+def test_outputs_that_fsdp_does_not_see_train_as_in_one_process_with_the_setting_that_the_error_names() -> None:
+    (alone,) = run_ranks(steps_of_unusual, "single", nprocs=1)
+    for found in run_ranks(steps_of_unusual, "fsdp"):
+        for weight, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(weight, expected, rtol=0, atol=1e-9)
+
+
+def test_layers_that_are_used_without_being_called_are_named() -> None:
+    run_ranks(use_layers_without_calling_them)
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def mask(backend: str) -> list[Tensor]:
+    """Return weights that are trained with a mask that was registered as a hook after ``prepare``."""
+    with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60) as strategy:
+        model, optimizer = strategy.prepare(model := net(), SGD(model.parameters(), lr=0.1))
+        weights = [strategy.unwrap(model).get_parameter(name) for name in ("0.weight", "2.weight")]
+        weights[0].register_hook(lambda gradient: gradient * (torch.arange(4) % 2))  # type: ignore[no-untyped-call]
+        handle = weights[1].register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+        weights[1].register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
+        for step in range(2):
+            x, _ = data()[4 * step : 4 * step + 4]
+            strategy.step(model(x[strategy.rank :: strategy.world_size]).square().mean(), optimizer)
+            handle.remove()
+        return list(strategy.export(model).state_dict().values())
+
+
+def test_hooks_that_are_registered_on_shards_run() -> None:
+    (alone,) = run_ranks(mask, "single", nprocs=1)
+    for found in run_ranks(mask, "fsdp"):
+        for weight, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(weight, expected, rtol=0, atol=1e-9)
 
 
 class Tied(nn.Module):

@@ -67,7 +67,7 @@ def test_a_resumed_run_says_so_and_which_options_of_the_script_it_does_not_use(
     run(lr, weight_decay)
     resumed, *options = capsys.readouterr().err.splitlines()
     assert resumed == f"unitrain: resumed after step 1, from {folder_of(tmp_path, 1)}"
-    line = f"unitrain: as saved, and not as this script has made it: {said}. To train with other "
+    line = f"unitrain: as saved, and not as this script has made it: {said}. To train with the script's"
     assert [option[: len(line)] for option in options] == ([line] if said else [])
 
 

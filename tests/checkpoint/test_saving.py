@@ -64,7 +64,7 @@ class Explodes:
         (lambda: None, "Can't pickle|Can't get local"),
         (Explodes(), "ZeroDivisionError: in the midst"),
         (Mine(), "test_saving.Mine is neither a tensor nor plain data"),
-        (np.float64(1.5), "numpy.*scalar is neither a tensor nor plain data"),
+        (np.ones(1), r"value\['new'\]\[1\] is a ndarray: numpy.* is neither a tensor nor plain data"),
         (random.Random, "random.Random is neither"),
     ],
     ids=["function", "error", "object", "numpy", "class"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from typing import Any, Literal
 
 import pytest
@@ -17,6 +17,14 @@ import unitrain
 from unitrain import Strategy, UsageError
 
 Scores = namedtuple("Scores", "scores labels")
+
+
+class Words(list[str]):
+    def __init__(self, words: Any, language: str) -> None:
+        super().__init__(words)
+        self.language = language
+
+
 WORLDS = [
     pytest.param("ddp", 2, "spawn", id="ddp-2"),
     pytest.param("ddp", 3, "spawn", id="ddp-3"),
@@ -34,11 +42,12 @@ def structures(strategy: Strategy) -> list[Any]:
         strategy.gather([{"boxes": torch.full((i, 4), float(rank))} for i in range(rank + 1)]),
         strategy.gather((torch.zeros(0, 3, dtype=torch.bfloat16), [])),
         strategy.gather(torch.view_as_complex(torch.full((rank, 2), float(rank)))),
+        strategy.gather(UserDict(rows=torch.full((rank,), rank), words=Words([str(rank)] * rank, "en"))),
     ]
 
 
 def check_structures(gathered: list[Any], ranks: int) -> None:
-    rows, scores, mixed, images, (none, nothing), imaginary = gathered
+    rows, scores, mixed, images, (none, nothing), imaginary, of_class = gathered
     assert rows.tolist() == [[r, r] for r in range(ranks) for _ in range(r)]
     assert type(scores) is Scores
     assert scores.scores.tolist() == [float(i) for r in range(ranks) for i in range(r)]
@@ -50,6 +59,11 @@ def check_structures(gathered: list[Any], ranks: int) -> None:
     assert none.dtype == torch.bfloat16
     assert nothing == []
     assert imaginary.tolist() == [complex(r, r) for r in range(ranks) for _ in range(r)]
+    assert type(of_class) is UserDict
+    assert of_class["rows"].tolist() == [r for r in range(ranks) for _ in range(r)]
+    assert type(of_class["words"]) is Words
+    assert of_class["words"] == [str(r) for r in range(ranks) for _ in range(r)]
+    assert of_class["words"].language == "en"
 
 
 def evaluations(strategy: Strategy) -> list[list[float]]:

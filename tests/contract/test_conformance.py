@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from core_duties import CORE_DUTIES
-from needs import HOROVOD
+from needs import FSDP, HOROVOD
 from partly_used import PartlyUsed
 from places import TESTS
 from ranks import horovodrun_environments, run_ranks
@@ -54,10 +54,10 @@ DUTIES_IN_WORLDS = [
     *of_world(World("ddp", 1, "python"), SHORT),
     *of_world(World("ddp", 2), EVERY_MODULE),
     *of_world(World("horovod", 2, horovodrun_environments), OF_BACKENDS, HOROVOD),
-    *of_world(World("fsdp", 2), OF_SHARDS),
+    *of_world(World("fsdp", 2), OF_SHARDS, FSDP),
     *of_world(World("ddp", 3), ()),
     *of_world(World("horovod", 3, horovodrun_environments), (), HOROVOD),
-    *of_world(World("fsdp", 3), ()),
+    *of_world(World("fsdp", 3), (), FSDP),
 ]
 
 

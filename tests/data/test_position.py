@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from unitrain.data import Loader
 
 class Numbers(Dataset[Tensor]):
     """Sample i is i; what was read is noted."""
+
+    fingerprint = "numbers"  # otherwise, the ranks read some samples for a comparison
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -225,6 +228,16 @@ def test_a_loop_that_does_not_ask_for_the_resumed_epoch_is_warned_of() -> None:
     values(loader)  # says it once
     loader.load_state_dict(state)
     assert [len(values(loader)) for _ in loader.epochs(3)] == [20, 20]
+
+
+def test_a_script_that_counts_the_epochs_of_a_loader_may_go_round_another(recwarn: pytest.WarningsRecorder) -> None:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        train, noise = (strategy.dataloader(torch.ones(8, 1), global_batch_size=4) for _ in range(2))
+        for loader in (train, noise):
+            loader.load_state_dict({**loader.state_dict(), "epoch": 1})
+        rows = itertools.chain.from_iterable(itertools.repeat(noise))
+        assert [len(batch) + len(next(rows)) for _ in train.epochs(3) for batch in train] == [8] * 4
+    assert not [str(warning.message) for warning in recwarn if "resumed in epoch" in str(warning.message)]
 
 
 def test_set_epoch_is_not_needed() -> None:

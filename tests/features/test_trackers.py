@@ -85,6 +85,7 @@ def status_in_mlflow(folder: Path) -> int:
     return int(re.findall(r"^status: (\d)$", file.read_text(), re.MULTILINE)[0])
 
 
+@pytest.mark.slow("imports W&B and MLflow")
 def test_a_run_and_its_continuation_are_one_run_in_each_tracker(offline: Path) -> None:
     """The second goes back from step 4 to 2, and has other settings."""
     settings = {"lr": 0.1, "data": {"name": "digits"}, "many": {str(i): i for i in range(150)}}

@@ -221,6 +221,19 @@ def test_an_error_while_closing_at_exit_is_no_success(tmp_path: Path) -> None:
     assert "atexit" not in ends[0].err
 
 
+def test_the_code_of_a_rank_that_exits_is_named(tmp_path: Path) -> None:
+    script = """
+        import sys
+        with unitrain.init(backend="ddp") as strategy:
+            if strategy.rank == 1:
+                sys.exit(3)
+            strategy.barrier()
+    """
+    ends = run(tmp_path, script, world_size=2)
+    assert ends[1].code == 3
+    assert re.search(r"stopped because rank 1 on \S+ \(pid \d+\) called sys\.exit\(3\)", ends[0].err)
+
+
 def test_a_wrong_setting_is_told_by_rank_0(tmp_path: Path) -> None:
     ends = run(tmp_path, 'unitrain.init(backend="dpp")', world_size=2, wait_for=0)
     assert ends[0].code == 2

@@ -156,6 +156,17 @@ def test_every_public_type_is_known(with_recipes: CleanEnvironment) -> None:
     assert str(with_recipes.folder / LIBRARY / "unitrain" / "py.typed") in run.stdout
 
 
+def test_each_dependency_has_a_lowest_version() -> None:
+    """``make test-oldest`` installs these versions."""
+    needed = [Requirement(line) for line in distribution("unitrain").requires or ()]
+    unbound = [
+        str(requirement)
+        for requirement in needed
+        if requirement.name != "unitrain" and not {bound.operator for bound in requirement.specifier} & {">=", "=="}
+    ]
+    assert not unbound
+
+
 # ----------------------------------------------------------------------------------------------------- its version
 
 

@@ -139,3 +139,12 @@ def test_a_program_that_has_the_device_as_a_plugin_ends_well(launcher: list[str]
     assert job.code == 0, job.output
     assert job.stdout.count("computed") == 1, job.output
     assert not job.left
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_unitrain_verify_passes_on_the_device(backend: str, tmp_path: Path) -> None:
+    """Under every launcher, in programs that import torch themselves."""
+    command = [sys.executable, "-m", "unitrain.commands.cli", "verify", "--device", "sim", "--backend", backend]
+    job = run_job(command, tmp_path, environ=environment(devices=3), deadline=280)
+    assert job.code == 0, job.output

@@ -9,11 +9,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 HOROVOD = pytest.mark.skipif(
     find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it"
 )
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and pytest -m gpu to see it")
+FSDP = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="fsdp needs torch 2.13 or newer"
+)
 FSDP_IN_16_BITS = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15), reason="torch before 2.15 gathers in fp32"
 )

@@ -22,6 +22,7 @@ from unitrain.pulse import Pulse
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
+from unitrain.training.loop.weights import Losses
 from unitrain.training.models.prepared import PreparedModules
 
 T = TypeVar("T")
@@ -93,5 +94,5 @@ def _step_of(loader: Loader) -> TrainingStep:
 def trained(loader: Loader, count: int | None = None) -> Iterator[Any]:
     """Yield at most ``count`` of a loader's batches, as in a loop with a backward for each."""
     for batch in islice(loader, count):
-        _step_of(loader).batches.of_backward(weighted=False)
+        _step_of(loader).batches.of_backward(Losses([], []))
         yield batch

@@ -24,7 +24,7 @@ def fold(strategy: unitrain.Strategy) -> list[weakref.ref[Any]]:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     dropped: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)]
     wrapped, optimizer = strategy.prepare(model, optimizer)
-    for batch in strategy.dataloader(torch.randn(8, 4), global_batch_size=4):
+    for batch in strategy.dataloader(torch.arange(32.0).view(8, 4), global_batch_size=4):
         strategy.step(wrapped(batch).square().mean(), optimizer, scheduler)
     return dropped
 

@@ -7,14 +7,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from unitrain.checkpoint.completeness import warn_of_missing
+from unitrain.checkpoint.completeness import Earlier, warn_of_missing
 from unitrain.checkpoint.contents import Contents
 from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.hooks import Candidate, CheckpointHook
 from unitrain.checkpoint.origin import Origin
 from unitrain.checkpoint.sharded.loading import CheckpointView, open_on_all
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
-from unitrain.checkpoint.sharded.saving import Portion, divided, gathered, shared_store
+from unitrain.checkpoint.sharded.saving import Portion, divided, first_reason, gathered, shared_store
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
@@ -79,14 +79,16 @@ class Checkpoint:
             patience_s=sockets.config.timeout_s,
             failed=lambda: stopping.request(RAISE_ERROR),  # all ranks raise the error at their next boundary
         )
+        self._earlier = Earlier(step)
         self._is_complete = incomplete  # on purpose, or complete, or told
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
         self._epoch_end = EpochEnd(contents, step)
         self._hooks: list[CheckpointHook] = []
         self.closed: bool = False
         # Now, since at the first save an hour of training could be lost.
-        ranks.on_main(lambda: self.folder.claim(contents.nbytes))
-        ranks.on_main(self._look)
+        with ranks.collectives.pulse.within("strategy.checkpoint, claiming its folder"):
+            ranks.on_main(lambda: self.folder.claim(contents.nbytes))
+            ranks.on_main(self._look)
         step.hooks.add_hook(self._epoch_end)
         stopping.listen(self)
 
@@ -151,7 +153,7 @@ class Checkpoint:
             if not self._is_complete and step:  # before the first step, no optimizer has been used
                 self._is_complete = True
                 if ranks.is_main:
-                    warn_of_missing(self.contents, self._step)
+                    warn_of_missing(self.contents, self._step, self._earlier)
             batch_norm.average_statistics(list(self.contents.modules.values()), ranks, self._prepared.shares)
             marks = ranks.all_gather_data(bool(best))
             if len(set(marks)) > 1:
@@ -217,7 +219,7 @@ class Checkpoint:
                 "resume() to continue that run, or discard() to remove them, before training, or use another folder."
             )
 
-    def resume(self, path: str | Path | None = None, *, force: bool = False) -> bool:
+    def resume(self, path: str | Path | None = None, *, force: bool = False, new_options: bool = False) -> bool:
         """Resume from the newest intact checkpoint, and return whether there is one. Collective.
 
         A damaged checkpoint is reported on stderr, and the previous one is used. The state is compared with the run's
@@ -228,6 +230,9 @@ class Checkpoint:
             path: path or URL of a checkpoint to resume from (``.../step-0000000120``), or ``"best"`` for the one that
                 was last saved with ``best=True``, instead of the newest.
             force: resume even if settings that affect training have changed.
+            new_options: train with the options of optimizers and schedulers as the script has made them (``lr``,
+                ``T_max``), and not as saved. Schedulers are stepped to where the checkpoint is; a ReduceLROnPlateau,
+                and the learning rate that it sets, are as saved. No effect in a run that goes back.
 
         Raises:
             CheckpointError: no checkpoint is intact, or it does not fit this run; on every rank, with nothing changed.
@@ -236,16 +241,18 @@ class Checkpoint:
         with ranks.collectives.pulse.within("checkpoint.resume"), self._prepared.training_weights():
             ranks.on_main(self._writer.finish)  # what this run saves in the background may be what it goes back to
             candidates = [] if path is not None else [copy for hook in self._hooks for copy in hook.candidates()]
-            view = self._open(Search(self.folder, path, [copy.located for copy in candidates]), force=force)
+            begins = not self._step.global_step  # in a run that goes back, its schedulers have changed the options
+            new_options = new_options and begins
+            search = Search(self.folder, path, [copy.located for copy in candidates])
+            view = self._open(search, force=force, new_options=new_options)
             if view is None:
                 return False
             changed = self._origin.changed_settings(view.manifest)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             folder, place = ranks.on_main(lambda: self._settle(view, candidates, is_newest=path is None))
-            # In a run that goes back, its schedulers have changed the options.
-            replaced = [] if self._step.global_step else contents.replaced_options(view.outlines)
-            contents.load(view)
+            replaced = contents.replaced_options(view.outlines, new_options=new_options) if begins else []
+            contents.load(view, new_options=new_options)
             step = self._step.global_step
             self._writer.go_on_from(step)
             for hook in self._hooks:
@@ -254,13 +261,14 @@ class Checkpoint:
         if view.saved is not None:  # on rank 0
             print_stderr(f"unitrain: resumed after step {step}, from {view.saved.located}{place}")
             if replaced:
+                remedy = "set them after resume()" if new_options else "call resume(new_options=True)"
                 print_stderr(
                     f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
-                    "other values, set them after resume(), or start a new run in another folder."
+                    f"the script's values, {remedy}, or start a new run in another folder."
                 )
         return True
 
-    def _open(self, search: Search, *, force: bool) -> CheckpointView | None:
+    def _open(self, search: Search, *, force: bool, new_options: bool = False) -> CheckpointView | None:
         """Return the first intact checkpoint of a search, if there is one. Collective.
 
         Raises CheckpointError if it does not fit this run.
@@ -278,12 +286,17 @@ class Checkpoint:
                     f"the run in {self.folder} was trained with other settings: {'; '.join(changed)}. Use the same "
                     "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
                 )
-            contents.fit(view, force=force)
-            damage = view.verify()
-            if not damage:
+            why = ""
+            try:
+                contents.fit(view, force=force, new_options=new_options)
+            except CheckpointError as error:
+                why = f"{view.place}: {error}"
+            misfit = first_reason(ranks, why)
+            damage = "" if misfit else view.verify()
+            if not misfit and not damage:
                 return view
             view.close()
-            ranks.on_main(partial(search.reject, damage))
+            ranks.on_main(partial(search.refuse, misfit) if misfit else partial(search.reject, damage))
         return None
 
     def go_back(self, located: Located | None) -> bool:

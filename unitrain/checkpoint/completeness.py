@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import gc
+import itertools
+from weakref import WeakKeyDictionary, WeakSet
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unitrain import call_site
 from unitrain.checkpoint.contents import Contents
 from unitrain.data import Loader
+from unitrain.data.loop import Iteration
 from unitrain.training.loop.step import TrainingStep
 
 
-def warn_of_missing(contents: Contents, step: TrainingStep) -> None:
-    """Warn if the objects of a checkpoint lack an optimizer, a scheduler, a loader or an average of weights."""
+class Earlier:
+    """What a run had trained with when a checkpoint was opened, such as the fold before in a cross-validation."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._versions = WeakKeyDictionary({optimizer: _version(optimizer) for optimizer in step.windows.optimizers})
+        self._iterations = WeakSet(step.batches.trained)
+
+    def has_finished(self, optimizer: Optimizer) -> bool:
+        """Return whether the parameters of an optimizer are as they were: it has not been used since."""
+        return self._versions.get(optimizer) == _version(optimizer)
+
+    def has_read(self, iteration: Iteration) -> bool:
+        """Return whether an iteration over a loader was trained on before."""
+        return iteration in self._iterations
+
+
+def _version(optimizer: Optimizer) -> int:
+    """Return a number that changes with each step of an optimizer."""
+    return sum(p._version for group in optimizer.param_groups for p in group["params"])
+
+
+def warn_of_missing(contents: Contents, step: TrainingStep, earlier: Earlier) -> None:
+    """Warn if the objects of a checkpoint lack an optimizer, a scheduler, a loader or an average of weights.
+
+    Args:
+        contents: of the checkpoint.
+        step: of the run.
+        earlier: what was used before the checkpoint was opened, and is left out if it was not used since.
+    """
     saved, missing = list(contents.objects.values()), []
     plateaus = [scheduler.optimizer for scheduler in gc.get_objects() if type(scheduler) is ReduceLROnPlateau]
-    for optimizer in step.windows.optimizers:
+    for optimizer in itertools.filterfalse(earlier.has_finished, step.windows.optimizers):
         if optimizer.state and not any(value is optimizer for value in saved):  # plain SGD has nothing to lose
             missing.append(f"an optimizer ({type(optimizer).__name__})")
         # Schedulers set initial_lr, except one that waits for a plateau.
@@ -25,7 +56,8 @@ def warn_of_missing(contents: Contents, step: TrainingStep) -> None:
         if scheduled and not any(getattr(value, "optimizer", None) is optimizer for value in saved):
             missing.append("a scheduler")
     loaders = [value.identity for value in saved if isinstance(value, Loader)]
-    missing += ["a loader" for identity in step.batches.trained_loaders if identity not in loaders]
+    read = itertools.filterfalse(earlier.has_read, step.batches.trained)
+    missing += ["a loader" for iteration in read if iteration.loader not in loaders]
     kept = [hook for hook in step.hooks if hook.kept_in_checkpoints]
     missing += [hook.kept_in_checkpoints for hook in kept if not any(value is hook for value in saved)]
     if missing:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from unitrain import rng
 from unitrain.checkpoint.names import GROUPS, Name, keys_of, numbers_before
-from unitrain.checkpoint.objects import LoaderPart, ModulePart, ObjectPart, OptimizerPart, part_of
+from unitrain.checkpoint.objects import (
+    NEW_RUN,
+    DictPart,
+    LoaderPart,
+    ModulePart,
+    ObjectPart,
+    OptimizerPart,
+    another_class,
+)
+from unitrain.checkpoint.schedules import SchedulerPart
 from unitrain.checkpoint.sharded.loading import CheckpointView
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint
 from unitrain.checkpoint.store.located import RUN
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import SentState, needed
+from unitrain.data import Loader
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
+from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.state_parts import FEATURE, StatePart, States
 
 
@@ -33,7 +45,8 @@ class RunPart(ObjectPart):
         communicator: the communicator of this process.
         step: counts the steps.
         states: small states by name.
-        names: returns the names of the parameters of each optimizer.
+        objects: the parts of the script's objects, by name: the optimizers' parameters are saved with their names.
+        classes: the names of the classes of optimizers and schedulers.
         seed: of the random number generators, on another number of ranks.
         restored: called when random number generators have been restored.
     """
@@ -42,7 +55,8 @@ class RunPart(ObjectPart):
     communicator: Communicator
     step: TrainingStep
     states: States
-    names: Callable[[], dict[str, list[Name] | None]]
+    objects: Mapping[str, ObjectPart]
+    classes: Mapping[str, str]
     seed: int
     restored: Callable[[], None]
     _reported: set[str] = field(default_factory=set)  # unused states, with a warning printed
@@ -64,7 +78,8 @@ class RunPart(ObjectPart):
             "steps": self.step.global_step,
             "features": self.states.collect(),
             "random": self.communicator.all_gather_object(state),
-            "names": self.names(),
+            "names": _names(self.objects),
+            "classes": self.classes,
         }
 
     def load(self, saved: SentState) -> None:
@@ -116,12 +131,12 @@ class Contents:
         ranks = sockets.communicator
         self.objects: dict[str, Any] = dict(objects)
         self.of_objects: dict[str, ObjectPart] = {
-            name: part_of(name, value, sockets.prepared, ranks) for name, value in objects.items()
+            name: _part_of(name, value, sockets.prepared, ranks) for name, value in objects.items()
         }
         originals = {**objects, **self.modules}
         self._of_features = [part for make in sockets.parts if (part := make(originals)) is not None]
-        this: Contents = weakref.proxy(self)  # a cycle would keep models, with their process groups
-        self._run = RunPart(ranks, step, sockets.states, lambda: this.names, sockets.config.seed, restored)
+        classes = {name: part.class_name for name, part in {**self.optimizers, **self.schedulers}.items()}
+        self._run = RunPart(ranks, step, sockets.states, self.of_objects, classes, sockets.config.seed, restored)
         self._is_main = ranks.is_main
 
     @property
@@ -135,10 +150,14 @@ class Contents:
         return {name: part for name, part in self.of_objects.items() if isinstance(part, OptimizerPart)}
 
     @property
+    def schedulers(self) -> dict[str, SchedulerPart]:
+        """The parts that are schedulers'."""
+        return {name: part for name, part in self.of_objects.items() if isinstance(part, SchedulerPart)}
+
+    @property
     def names(self) -> dict[str, list[Name] | None]:
         """The names of the parameters of each optimizer."""
-        modules = self.modules
-        return {name: part.names(modules) for name, part in self.optimizers.items()}
+        return _names(self.of_objects)
 
     @property
     def has_loader(self) -> bool:
@@ -191,14 +210,15 @@ class Contents:
             )
         return saved._replace(parts={name: state for name, state in parts.items() if name in (RUN, *wanted)})
 
-    def fit(self, view: CheckpointView, *, force: bool) -> None:
+    def fit(self, view: CheckpointView, *, force: bool, new_options: bool = False) -> None:
         """Put optimizers' parameters in the order of this run. Raise CheckpointError unless saved states fit this run.
 
         States of features that this run does not use are left out, with a warning.
 
         Args:
             view: the checkpoint.
-            force: whether to load what can be loaded of features' states that don't fit.
+            force: whether to load what can be loaded of states that don't fit.
+            new_options: as of ``load``.
         """
         outlines = view.outlines
         # Another tool has saved modules and optimizers only.
@@ -209,8 +229,15 @@ class Contents:
                 f"the checkpoint contains {', '.join(sorted(saved))}, but this run has {', '.join(sorted(expected))}: "
                 "pass the same objects to strategy.checkpoint. Nothing was loaded."
             )
+        for name, was in outlines[RUN].get("classes", {}).items():
+            part = self.of_objects[name]
+            is_scheduler = isinstance(part, SchedulerPart)
+            if was != part.class_name and not (new_options if is_scheduler else force):
+                remedy = "use resume(new_options=True), which follows the new schedule" if is_scheduler else NEW_RUN
+                raise another_class(name, was, part.class_name, remedy)
         for name in expected:
-            self.of_objects[name].check(outlines[name], force=False)
+            # A state that lacks tensors can't be used with options that need them.
+            self.of_objects[name].check(outlines[name], force=force and not new_options)
         self._order_by_name(view)  # features have states of these parameters, too
         of_features = {part.key: part for part in self._of_features}
         for key in (key for key in outlines if key.startswith(FEATURE)):
@@ -238,19 +265,45 @@ class Contents:
                         {part.key: part.in_order(states[part.key], name, order) for part in parts if part.key in states}
                     )
 
-    def replaced_options(self, outlines: Mapping[str, Any]) -> list[str]:
-        """Return which options of the script's optimizers the outlines of a checkpoint replace, for a message."""
-        parts = self.optimizers.items()
-        return sorted({option for name, part in parts for option in part.replaced_options(outlines[name])})
+    def replaced_options(self, outlines: Mapping[str, Any], *, new_options: bool) -> list[str]:
+        """Return which options of the script the outlines of a checkpoint replace, for a message.
 
-    def load(self, view: CheckpointView) -> None:
-        """Load the states of a checkpoint. Collective."""
+        Args:
+            outlines: of the checkpoint's states.
+            new_options: as of ``load``.
+        """
+        parts: list[OptimizerPart | SchedulerPart] = [*self.optimizers.values(), *self.schedulers.values()]
+        if new_options:
+            parts = [part for part in self.schedulers.values() if not part.follows_steps]
+        saved = [part for part in parts if part.key in outlines]
+        return sorted({option for part in saved for option in part.replaced_options(outlines[part.key])})
+
+    def load(self, view: CheckpointView, *, new_options: bool) -> None:
+        """Load the states of a checkpoint. Collective.
+
+        Args:
+            view: the checkpoint.
+            new_options: whether to keep the options of optimizers and schedulers as the script has made them.
+        """
         # Loaders first: they refuse other data before the model is changed.
         weights = *self.modules, *self.optimizers
         objects = sorted(self.of_objects.values(), key=lambda part: (part.name in weights, part.name))
         for part in (*objects, self._run, *self._of_features):
-            if part.key in view.outlines:  # another tool has no loaders
-                part.load(view.state(part.key))
+            if part.key not in view.outlines:  # another tool has no loaders
+                continue
+            state = view.state(part.key)
+            if new_options and isinstance(part, SchedulerPart) and part.follows_steps:
+                part.load_with_options(state)
+            elif new_options and isinstance(part, OptimizerPart):
+                part.load_with_options(state, replaced=["lr"] if self._measures(part.optimizer) else [])
+            else:
+                part.load(state)
+
+    def _measures(self, optimizer: Optimizer) -> bool:
+        """Return whether the learning rate of an optimizer does not follow from the number of steps."""
+        following = [name for name, part in self.schedulers.items() if part.follows_steps]
+        others = [value for name, value in self.objects.items() if name not in following]
+        return any(getattr(value, "optimizer", None) is optimizer for value in others)
 
     def load_trained(self, view: CheckpointView) -> None:
         """Load modules and the states of optimizers, but not their options. Collective."""
@@ -261,5 +314,24 @@ class Contents:
                 part.load(view.state(name))
 
 
+def _part_of(name: str, value: Any, prepared: PreparedModules, communicator: Communicator) -> ObjectPart:
+    """Return the part of a checkpoint that an object of the script is."""
+    if isinstance(value, nn.Module):
+        return ModulePart(name, value, prepared)
+    if isinstance(value, Optimizer):
+        return OptimizerPart(name, value)
+    if isinstance(value, LRScheduler):
+        return SchedulerPart(name, value)
+    if isinstance(value, Loader):
+        return LoaderPart(name, value, communicator)
+    return DictPart(name, value) if isinstance(value, dict) else ObjectPart(name, value)
+
+
 def _warn_of_unknown(name: str) -> None:
     print_stderr(f"unitrain: the checkpoint has the state of {name}, which this run does not use: it is left out.")
+
+
+def _names(parts: Mapping[str, ObjectPart]) -> dict[str, list[Name] | None]:
+    """Return the names of the parameters of each optimizer, given the parts of a script's objects."""
+    modules = {name: part.module for name, part in parts.items() if isinstance(part, ModulePart)}
+    return {name: part.names(modules) for name, part in parts.items() if isinstance(part, OptimizerPart)}

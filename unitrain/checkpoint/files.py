@@ -11,12 +11,12 @@ from torch import nn
 from unitrain.checkpoint.sharded.saving import gathered
 from unitrain.checkpoint.store.located import file_at, readable
 from unitrain.checkpoint.store.store import Store
-from unitrain.checkpoint.store.torch_files import MappedFiles
+from unitrain.checkpoint.store.torch_files import MappedFiles, plain
 from unitrain.checkpoint.writer import on_host
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import SentState, leaves, outline
-from unitrain.data.structure import rebuilt
 from unitrain.errors import UsageError
+from unitrain.structure import rebuilt
 from unitrain.training.models import batch_norm
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.url import parsed
@@ -62,7 +62,7 @@ def _states(prepared: PreparedModules, value: Any) -> Any:
     def state(leaf: Any) -> Any:
         if isinstance(leaf, nn.Module):
             return prepared.unwrap(leaf).state_dict()
-        return leaf.state_dict() if callable(getattr(leaf, "state_dict", None)) else leaf
+        return leaf.state_dict() if callable(getattr(leaf, "state_dict", None)) else plain(leaf)
 
     return rebuilt(value, state)
 

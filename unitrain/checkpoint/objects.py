@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import GROUPS, PARAMS, Name, in_order, names_of
+from unitrain.checkpoint.store.torch_files import plain
 from unitrain.checkpoint.writer import snapshot
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import Form, SentState
 from unitrain.data import Loader
-from unitrain.data.structure import tensors
 from unitrain.errors import CheckpointError
+from unitrain.structure import tensors
 from unitrain.training.models.buffers import make_writable
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.state_parts import StatePart
 
+# Options that decide which tensors the state of a parameter has.
+_OF_STATES = ("amsgrad", "centered", "momentum")
+# What schedulers add to the options of parameter groups.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+NEW_RUN = (
+    "begin a new run in another folder: `unitrain checkpoint merge` writes the weights to a file, which strategy.load "
+    "reads"
+)
 _MOST_BYTES = 2**20  # of an object's tensors; larger ones are weights, which code between epochs does not change
 # What schedulers of a cycle change beside the learning rate.
 _CYCLED = ("momentum", "betas")
@@ -41,9 +50,14 @@ class ObjectPart(StatePart):
         """The key of the part in a checkpoint."""
         return self.name
 
+    @property
+    def class_name(self) -> str:
+        """The name of the object's class."""
+        return type(self._value).__name__
+
     def state(self) -> Any:
         """Return this rank's state of the object."""
-        return self._value.state_dict()
+        return plain(self._value.state_dict())
 
     def complete(self, state: Any) -> Any:
         """Return the state to save, given this rank's state. Collective."""
@@ -69,11 +83,13 @@ class DictPart(ObjectPart):
 
     def state(self) -> Any:
         """Return the dict."""
-        return self._value
+        return plain(dict(self._value))
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
-        self._value.update(saved.receive())  # in place: the script goes on with this dict
+        refilled: set[int] = set()
+        for key, value in saved.receive().items():
+            self._value[key] = _refilled(self._value.get(key), value, refilled)
 
 
 class LoaderPart(ObjectPart):
@@ -118,7 +134,7 @@ class ModulePart(ObjectPart):
             if here != there:
                 raise CheckpointError(
                     f"the checkpoint belongs to another {self.name}: {key} is {there} in the checkpoint, but {here} in "
-                    "this run. Nothing was loaded."
+                    "this run. Build the model as it was, or use another folder. Nothing was loaded."
                 )
 
     def load(self, saved: SentState) -> None:
@@ -143,12 +159,20 @@ class OptimizerPart(ObjectPart):
         super().__init__(name, value)
         self.optimizer: Optimizer = value
 
+    def state(self) -> Any:
+        """Return this rank's state of the optimizer."""
+        state = self._value.state_dict()
+        return {**state, GROUPS: plain(state[GROUPS])}
+
     def names(self, modules: Mapping[str, nn.Module]) -> list[Name] | None:
         """Return the names of the optimizer's parameters in modules."""
         return names_of(self.optimizer, modules)
 
     def check(self, outline: Any, *, force: bool) -> None:
-        """Raise CheckpointError unless the saved parameter groups are as large as the optimizer's."""
+        """Raise CheckpointError unless a saved state is of parameter groups as large, and of such an optimizer.
+
+        With ``force``, tensors in the state may be missing.
+        """
         _check_is_state(self.name, outline)
         groups = self.optimizer.param_groups, outline.get(GROUPS, [])
         now, saved = ([len(group.get(PARAMS, [])) for group in side] for side in groups)
@@ -157,6 +181,20 @@ class OptimizerPart(ObjectPart):
                 f"{self.name} has parameter groups of {saved} parameters in the checkpoint, but of {now} in this run. "
                 "Nothing was loaded."
             )
+        for group, of_saved in zip(self.optimizer.param_groups, outline[GROUPS], strict=True):
+            missing = self.optimizer.defaults.keys() - of_saved.keys()
+            unknown = of_saved.keys() - group.keys() - _OF_SCHEDULERS
+            if missing and unknown:  # another version of the library has more options, or fewer
+                raise another_class(
+                    self.name, f"an optimizer with {', '.join(sorted(unknown))}", self.class_name, NEW_RUN
+                )
+            for key in group.keys() & of_saved.keys() & set(_OF_STATES if "max_momentum" not in group else ()):
+                if bool(group[key]) != bool(of_saved[key]) and not force:
+                    raise CheckpointError(
+                        f"{self.name}'s {key} is {of_saved[key]!r} in the checkpoint, but {group[key]!r} in this run, "
+                        f"and its state depends on that. Make the optimizer with {key}={of_saved[key]!r}, or call "
+                        "resume(force=True), which keeps that, or use another folder. Nothing was loaded."
+                    )
 
     def in_order(self, saved: Any, optimizer: str, order: list[int]) -> Any:
         """Return a saved state, or its outline, with the parameters in the order of this run."""
@@ -167,9 +205,12 @@ class OptimizerPart(ObjectPart):
         saved.load_into(self.optimizer)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
 
-    def load_with_options(self, saved: SentState) -> None:
-        """Load a saved state, but leave the options of the parameter groups as they are. Collective."""
-        options = self.remember()
+    def load_with_options(self, saved: SentState, *, replaced: Sequence[str] = ()) -> None:
+        """Load a saved state, but leave the options of the parameter groups that are not ``replaced``. Collective."""
+        options = [
+            {key: value for key, value in group.items() if key not in (PARAMS, *replaced)}
+            for group in self.optimizer.param_groups
+        ]
         self.load(saved)
         for group, kept in zip(self.optimizer.param_groups, options, strict=True):
             group.update(kept)
@@ -202,15 +243,37 @@ class OptimizerPart(ObjectPart):
         return replaced
 
 
-def part_of(name: str, value: Any, prepared: PreparedModules, communicator: Communicator) -> ObjectPart:
-    """Return the part of a checkpoint that an object of the script is."""
-    if isinstance(value, nn.Module):
-        return ModulePart(name, value, prepared)
-    if isinstance(value, Optimizer):
-        return OptimizerPart(name, value)
-    if isinstance(value, Loader):
-        return LoaderPart(name, value, communicator)
-    return DictPart(name, value) if isinstance(value, dict) else ObjectPart(name, value)
+def _refilled(value: Any, saved: Any, refilled: set[int]) -> Any:
+    """Return a dict or a list of the script with the saved content, in place; or what was saved, if it is no such.
+
+    Args:
+        value: the script's object.
+        saved: what a checkpoint has in its place.
+        refilled: the ids of those that have their content already, and can't have another one, too.
+    """
+    if id(value) in refilled:
+        return saved
+    if isinstance(value, dict) and isinstance(saved, dict):
+        refilled.add(id(value))
+        items = {key: _refilled(value.get(key), item, refilled) for key, item in saved.items()}
+        value.clear()
+        for key, item in items.items():  # the update() of a Counter adds
+            value[key] = item
+        return value
+    if isinstance(value, list) and isinstance(saved, list):
+        refilled.add(id(value))
+        olds = [*value, *[None] * len(saved)]
+        value[:] = [_refilled(old, item, refilled) for old, item in zip(olds, saved, strict=False)]
+        return value
+    return saved
+
+
+def another_class(name: str, saved: str, now: str, remedy: str) -> CheckpointError:
+    """Return the error that the state of an optimizer or a scheduler is of another class."""
+    return CheckpointError(
+        f"{name} is {saved} in the checkpoint, but {now} in this run, which can't continue from its state. Make it as "
+        f"it was, or {remedy}. Nothing was loaded."
+    )
 
 
 def _check_is_state(name: str, outline: Any) -> None:

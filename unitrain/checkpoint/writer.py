@@ -18,9 +18,9 @@ from torch import Tensor
 
 from unitrain.checkpoint.sharded.saving import Portion, Shards, write_all, write_own
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.data.structure import rebuilt, tensors
 from unitrain.device import streams_of
 from unitrain.errors import CheckpointError
+from unitrain.structure import rebuilt, tensors
 
 # What is being written in the background. This uses executors, which refuse work once the main thread has ended: a
 # script may end with a save, so its end is waited for before that. A forked process has no thread that would end its
@@ -218,7 +218,10 @@ def _copy(value: Any, earlier: Any, devices: set[torch.device]) -> Any:
         return earlier.copy_(value.detach(), non_blocking=on_gpu)
     if isinstance(value, dict):
         by_key = earlier if isinstance(earlier, dict) else {}
-        return {key: _copy(item, by_key.get(key), devices) for key, item in value.items()}
+        copied = copy.copy(value)  # of the same class
+        for key, item in value.items():
+            copied[key] = _copy(item, dict.get(by_key, key), devices)
+        return copied
     if isinstance(value, (list, tuple)):
         is_like = isinstance(earlier, (list, tuple)) and len(earlier) == len(value)
         in_order = earlier if is_like else [None] * len(value)

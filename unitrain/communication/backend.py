@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal
@@ -193,6 +193,16 @@ class Backend(ABC):
 
     def keep(self, parameters: Collection[Parameter]) -> None:
         """Forget all other parameters, which the script has dropped with their modules."""
+
+    def expect_gradients(self, parameters: Set[Parameter]) -> bool:
+        """Prepare for a backward that gives gradients to these parameters at most, the same on all ranks.
+
+        Called before the first such backward, after its forward.
+
+        Returns:
+            Whether gradients are averaged in another way from now on: ``watch_gradients`` is then called again.
+        """
+        return False
 
     def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
         """Average the gradients of ``parameters`` in every armed backward from now on.

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unitrain.communication.communicator import Communicator, check_same_form, communicable
 from unitrain.errors import UsageError, by_rank
 from unitrain.rng import derived_seed
+from unitrain.structure import rebuilt, refilled
 
 
 class Gathering:
@@ -27,11 +27,16 @@ class Gathering:
 
     def gather(self, value: Any, *, has_rows: bool = True, differentiable: bool = False) -> Any:
         """See ``Strategy.gather``. Without ``has_rows``, this rank's rows are left out: they are a stand-in's."""
+        leaves: list[Any] = []
+
+        def take(leaf: Any) -> _Form:
+            leaves.append(_in_rows(leaf, has_rows=has_rows, differentiable=differentiable))
+            return _Form(leaves[-1])
+
         # Lists are leaves, since their lengths may differ between ranks.
-        leaves, structure = tree_flatten(value, is_leaf=lambda value: isinstance(value, list))
-        leaves = [_in_rows(leaf, has_rows=has_rows, differentiable=differentiable) for leaf in leaves]
-        form = repr(tree_unflatten([_Form(leaf) for leaf in leaves], structure))
-        return tree_unflatten(self._gather(_Part(leaves, form)), structure)
+        form = repr(rebuilt(value, take, closed=list))
+        gathered = iter(self._gather(_Part(leaves, form)))
+        return rebuilt(value, lambda leaf: next(gathered), closed=list)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See ``Strategy.all_gather`` with ``differentiable``."""
@@ -55,7 +60,7 @@ class Gathering:
         return [
             self._rows(leaf, [shape[0] for shape in given])
             if isinstance(leaf, Tensor)
-            else [row for rows in given for row in rows]
+            else refilled(leaf, [row for rows in given for row in rows])
             for leaf, *given in zip(part.leaves, *(leaves for _, *leaves in descriptions), strict=True)
         ]
 
@@ -148,4 +153,4 @@ def _in_rows(leaf: Any, *, has_rows: bool, differentiable: bool) -> Any:
         raise UsageError(
             "gather can't pass gradients back to tensors in a list: concatenate them, or pass them in a tuple."
         )
-    return rows if has_rows else []
+    return rows if has_rows else refilled(rows, [])

@@ -4,7 +4,8 @@ torch.load with ``weights_only=True`` is no substitute: before torch 2.10, a str
 (CVE-2026-24747). And it builds the classes that any library of the process has declared safe.
 
 Plain are None, bools, ints, floats, complex numbers, strings, bytes, dense tensors, torch.Size, torch.device,
-torch.dtype, and lists, tuples, dicts and OrderedDicts of these that don't contain themselves; no subclasses of them.
+torch.dtype, and lists, tuples, dicts, Counters and OrderedDicts of these that don't contain themselves; no subclasses
+of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -167,5 +168,6 @@ _kinds: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "Size": (torch.Size, list, torch.Size),
     "tuple": (tuple, list, tuple),
     "dict": (dict, _pairs, dict),
+    "Counter": (Counter, _pairs, lambda pairs: Counter(dict(pairs))),
     "OrderedDict": (OrderedDict, _ordered_parts, _ordered),
 }

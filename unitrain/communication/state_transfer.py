@@ -168,7 +168,8 @@ def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return nested state with each value that is not a dict, list or tuple replaced by ``leaf(value)``."""
     if isinstance(value, dict):
         made = copy.copy(value)  # keeps the versions of modules, which are an attribute of their OrderedDict
-        made.update((key, _mapped(item, leaf)) for key, item in value.items())
+        for key, item in value.items():
+            made[key] = _mapped(item, leaf)  # a Counter's update() would count
         return made
     if isinstance(value, (list, tuple)):
         items = [_mapped(item, leaf) for item in value]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from typing_extensions import Unpack
 
 from unitrain import call_site
@@ -15,13 +16,15 @@ from unitrain.data.loop import Iteration, LoopListener
 from unitrain.data.options import LoaderOptions
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.reading.feeding import feed
-from unitrain.data.reading.fingerprint import check_same_data, fingerprint
+from unitrain.data.reading.fingerprint import check_same_data, fingerprint, is_declared
 from unitrain.data.reading.iterable import Iterable
-from unitrain.data.reading.map_style import MapStyle
+from unitrain.data.reading.map_style import COMPARED, MapStyle
 from unitrain.data.reading.sources import make_source
 from unitrain.data.settings import LoaderSettings
 from unitrain.errors import CheckpointError, DataError, UsageError
 from unitrain.process import print_stderr
+
+_WHOLE = "Pass the whole dataset on every rank: the loader shards it."
 
 
 class Loader:
@@ -67,13 +70,15 @@ class Loader:
         self._loop = loop
         self._config = config
         self._seed = config.seed
-        self._compared = False  # whether the ranks have compared their data, which takes one exchange for a loader
+        # Number of samples when the ranks compared their data, which they do again if it has changed; None before.
+        self._compared: int | None = None
         self.identity: object = object()  # an iteration that outlives the loader must not keep its dataset in memory
         self._iteration: Iteration | None = None
-        self._resumed_unasked = False  # in a later epoch, which the script has not asked for
+        self._resumed = False  # in a later epoch, and not iterated over since
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
-        self.epoch = 0
         self._given = given
+        self._made_at = call_site.current()
+        self.epoch = 0
         self._source: Iterable | MapStyle = make_source(communicator, config, local_world_size, given, plan)
 
     def __len__(self) -> int:
@@ -117,17 +122,17 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, or of the current one. Set it to start another."""
-        self._resumed_unasked = False  # who reads the number asks for it, as range(loader.epoch, total) does
+        self._loop.epoch_asked = True  # who reads the number asks for it, as range(loader.epoch, total) does
         return self._epoch
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch, self._resumed_unasked = number, False
+        self._epoch, self._resumed = number, False
         self._begin_at(0, 0)
 
     def _begin_at(self, consumed: int, steps: int) -> None:
         """Start the next iteration after this many samples (over all ranks) and steps of the epoch."""
-        self._iteration = None
+        self._iteration = self._given.held = None
         self._start = (consumed, steps)
 
     @property
@@ -155,7 +160,7 @@ class Loader:
         Args:
             total: number of epochs of the whole run, including those before it was resumed.
         """
-        self._resumed_unasked = False
+        self._loop.epoch_asked = True
         # An unfinished iteration that counts is an epoch of its number: the script left it on purpose.
         for number in range(self._epoch + self._counts, total):
             if self._counts or number != self._epoch:
@@ -166,48 +171,57 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of an epoch, on its device, after those that were consumed before resuming.
 
-        The first iteration compares the data of the ranks, so it is collective, as is the end of one of a stream. In
-        between, a rank waits for others only for a sharded stream.
+        The first iteration, and each after the dataset's length has changed, compares the data of the ranks, so it is
+        collective, as is the end of one of a stream. In between, a rank waits for others only for a sharded stream.
 
         Raises:
             DataError: the ranks have different data or orders, or a worker died or hangs.
             UsageError: another iteration over this loader was started in the meantime.
             Stopped: the run is stopped at this boundary.
         """
-        if self._resumed_unasked:
-            self._resumed_unasked = False
+        resumed, self._resumed = self._resumed, False
+        # A script that counts the epochs of one loader may go round others.
+        if resumed and not self._loop.epoch_asked:
             self._warn(
                 f"this run was resumed in epoch {self._epoch}, but the script has not asked for its number: with "
                 "range(), it would train the epochs before again. Write `for epoch in loader.epochs(total)`."
             )
         if self._counts:
-            self.epoch += 1
+            self.epoch = self._epoch + 1
         elif self._iteration is not None:
             self._drop(self._iteration)
         # An evaluation in between does not show how the script counts.
         if self._loop.is_training():
             self._tell_uncounted()
         shares_order = self._source.readers(self._epoch) is None  # with all ranks
-        if not self._compared:
-            if isinstance(self._source, MapStyle) and not self._start[0]:
-                self._source.forget()
-            if self._communicator.world_size > 1 and shares_order:
-                self._check_same_data()
-        self._compared = True
+        if isinstance(self._source, MapStyle):
+            self._given.held = len(self.dataset)
+        length = self._given.held or 0
+        comparing = self._compared != length and self._communicator.world_size > 1 and shares_order
+        if self._compared is None and isinstance(self._source, MapStyle) and not self._start[0]:
+            self._source.forget()
+        if comparing:
+            self._check_same_data()
+        self._compared = length
         iteration = self._iteration = Iteration(self.identity, (self._seed, self._epoch) if shares_order else None)
         complete = False
         try:
-            yield from self._batches(iteration)
+            yield from self._batches(iteration, comparing=comparing)
             complete = True
         finally:
             # Reached by break and by exceptions, too, and by the garbage collector for a generator that was dropped.
-            if not complete and iteration is self._iteration and not self._loop.leave(iteration):
-                self._drop(iteration)
+            if not complete and iteration is self._iteration:
+                if self._loop.leave(iteration):
+                    self._tell_repeated(iteration)
+                else:
+                    self._drop(iteration)
         self._loop.end(iteration, complete=True)
+        if self._loop.is_training():
+            self._tell_repeated(iteration)
         sampled = self._source.drawn(self._seed, self._epoch)
         if sampled and self._communicator.world_size > 1 and self._loop.is_training():
             self._check_same_order()  # not before the epoch, where one rank alone may look at a batch
-        self.epoch += 1
+        self.epoch = self._epoch + 1
 
     def _drop(self, iteration: Iteration) -> None:
         """Forget an iteration that was left before any of its batches was trained on: it does not count."""
@@ -229,11 +243,25 @@ class Loader:
                 "count them, call state_dict() in the loop, before leaving it, and load_state_dict() with that."
             )
 
-    def _batches(self, iteration: Iteration) -> Iterator[Any]:
+    def _tell_repeated(self, iteration: Iteration) -> None:
+        """Warn if another loader of the same line was trained on in the same random order."""
+        if self._given.is_random and self._loop.repeats(iteration, self._made_at):
+            self._warn(
+                f"a second loader that was made at {self._made_at} has shuffled as the first did, and drawn the same "
+                f"random augmentations: both follow from the seed and the epoch, which was {self._epoch} in both. Keep "
+                "one loader, whose dataset may change between epochs, or set loader.epoch to the number of the round."
+            )
+
+    def _batches(self, iteration: Iteration, *, comparing: bool) -> Iterator[Any]:
         """Yield the batches that this rank is to get, and notify the loop of each micro-batch of all ranks."""
-        batches = feed(self._source.batches(self._seed, self._epoch, *self._start), self._communicator.device)
-        for micro_batch, batch in self._loop.begin(iteration, batches):
-            if not self._loop.hand_out(micro_batch, iteration):
+        place = self._seed, self._epoch, *self._start
+        # A fingerprint that the dataset declares was compared already.
+        if comparing and isinstance(self._source, MapStyle) and not is_declared(self.dataset):
+            batches = self._source.batches(*place, self._check_same_samples)
+        else:
+            batches = self._source.batches(*place)
+        for micro_batch, batch in self._loop.begin(iteration, feed(batches, self._communicator.device)):
+            if not self._loop.hand_out(micro_batch, iteration, batch):
                 continue  # a stand-in that nothing needs
             yield batch
             if iteration is not self._iteration:
@@ -254,13 +282,34 @@ class Loader:
         difference = difference_between_ranks(self._communicator, facts)
         if difference is not None:
             raise DataError(
-                f"the ranks passed different data to a loader: {difference[0]} is {difference[1]}. Pass the whole "
-                "dataset on every rank: the loader shards it. (For an iterable dataset that is sharded already, pass "
-                "sharded=True.)"
+                f"the ranks passed different data to a loader: {difference[0]} is {difference[1]}. {_WHOLE} (For an "
+                "iterable dataset that is sharded already, pass sharded=True.)"
             )
         if isinstance(self._source, MapStyle):
             self._source.plan(self._seed, self._epoch)  # draws from the sampler
             self._check_same_order()
+
+    def _check_same_samples(self, digests: Sequence[tuple[int, int]]) -> None:
+        """Check that all ranks have read the same samples. Collective.
+
+        Args:
+            digests: the index and a digest of each; none if this rank can't tell.
+
+        Raises:
+            DataError: they have not; on every rank.
+        """
+        known = [digest for _, digest in digests]
+        everywhere = self._communicator.all_gather(torch.tensor(known + [-1] * (COMPARED - len(known)))).cpu()
+        differing = (everywhere != everywhere[0]).nonzero().tolist()
+        if differing and (everywhere[:, 0] >= 0).all():
+            self._compared = None
+            rank, number = differing[0]
+            raise DataError(
+                f"the ranks passed different data to a loader: sample {digests[number][0]} on rank {rank} is another "
+                f"than on rank 0. {_WHOLE} In the same order: sort os.listdir() and what comes from a set, and seed "
+                "shuffles and splits alike. If only rounding or a path differs, give the dataset a string attribute "
+                "fingerprint, which is then compared instead."
+            )
 
     def _check_same_order(self) -> None:
         """Check that a sampler has drawn the same indices for this epoch on all ranks. Collective.
@@ -272,7 +321,8 @@ class Loader:
             raise DataError(
                 "a loader's sampler yields other indices on one rank than on another, so samples would be left out and "
                 "repeated: draw its random numbers from python's, numpy's or torch's global generators, which the "
-                "loader seeds alike, or from a generator that is seeded with the epoch (set_epoch)."
+                "loader seeds alike, or from a generator that is seeded with the epoch (set_epoch). It must yield the "
+                "indices of all ranks, which the loader divides."
             )
 
     @property
@@ -305,7 +355,7 @@ class Loader:
         return {
             "seed": self._seed,
             **position,
-            "length": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
+            "length": self._given.samples if hasattr(self.dataset, "__len__") else None,
             "fingerprint": fingerprint(self.dataset),
             "global_batch_size": self.global_batch_size,
             # With the epoch that it is of: at the end of an epoch, the position may be the previous one's.
@@ -351,7 +401,7 @@ class Loader:
             )
         # Only now: a refused state leaves the loader where it was.
         self._seed, self.epoch = state["seed"], state["epoch"]
-        self._resumed_unasked = state["epoch"] > 0
+        self._resumed = state["epoch"] > 0
         self._begin_at(state["consumed"], state["steps"])
         if again and self._communicator.is_main:
             print_stderr(
@@ -375,7 +425,7 @@ class Loader:
                 f"{[*saved.values()] or None} and are now {[*current.values()] or None}. Use the same as before, or "
                 "start a new epoch: set loader.epoch."
             )
-        if not self._compared:
+        if self._compared is None:
             self._source.forget()
         seed, epoch = state["seed"], state["epoch"]
         fits = self._source.plan(seed, epoch).can_start_at(state["consumed"])

@@ -74,7 +74,13 @@ class Iteration:
 
 
 class LoopListener(Protocol):
-    """Receives the notifications of loaders. The training loop implements it."""
+    """Receives the notifications of loaders. The training loop implements it.
+
+    Attributes:
+        epoch_asked: whether the script has asked a loader for its epoch.
+    """
+
+    epoch_asked: bool
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -86,7 +92,7 @@ class LoopListener(Protocol):
     def begin(self, iteration: Iteration, batches: Batches) -> Batches:
         """Record that an iteration begins, and return its batches, perhaps wrapped by hooks."""
 
-    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
+    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration, batch: Any) -> bool:
         """Record the next batch of an iteration, and return whether to yield it on this rank.
 
         Raises:
@@ -98,6 +104,14 @@ class LoopListener(Protocol):
 
     def end(self, iteration: Iteration, *, complete: bool) -> None:
         """Record the end of an iteration. If it is not complete, its batches do not count."""
+
+    def repeats(self, iteration: Iteration, made_at: str) -> bool:
+        """Record the order of an iteration that was trained on. Return whether it repeats that of another loader.
+
+        Args:
+            iteration: one that has ended.
+            made_at: the line of the script that made the loader: the other was made there, and trained the same models.
+        """
 
     def follows(self) -> None:
         """Record that the script continues after the previous training iteration."""

@@ -11,11 +11,13 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
 )
 
 from unitrain.data.options import LoaderOptions, WorkerOptions
 from unitrain.data.order.division import Batching, Division
+from unitrain.data.order.samplers import replicas_of
 from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
 from unitrain.errors import ConfigError, DataError, nearest
 
@@ -54,6 +56,8 @@ class LoaderSettings:
     """Keyword arguments for the DataLoader."""
     division: Division | None = field(init=False, default=None)
     """Divides global batches; None if they are divided by the number of samples alone."""
+    held: int | None = field(init=False, default=None)
+    """Number of samples when the epoch in progress began, of a map-style dataset; None between epochs."""
 
     @classmethod
     def of(cls, dataset: Any, options: LoaderOptions) -> LoaderSettings:
@@ -94,6 +98,17 @@ class LoaderSettings:
                 )
 
     @property
+    def samples(self) -> int:
+        """Number of samples of a map-style dataset in this epoch. It may change between epochs."""
+        return len(self.dataset) if self.held is None else self.held
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the order of a map-style dataset may differ from epoch to epoch."""
+        sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
+        return self.shuffle or isinstance(sampler, Sampler)
+
+    @property
     def is_iterable(self) -> bool:
         """Whether the dataset is an iterable one."""
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
@@ -132,7 +147,7 @@ class LoaderSettings:
             if loader.batch_size is None:
                 self.batch_sampler = loader.batch_sampler
                 return
-            self.shuffle, self.sampler = _order_of(loader.sampler)
+            self.shuffle, self.sampler = _order_of(loader.sampler, self.dataset)
         if self.global_batch_size is None and self.batch_size is None:
             self.batch_size = loader.batch_size
 
@@ -157,12 +172,17 @@ class LoaderSettings:
             raise ConfigError(f"{' and '.join(given)} are mutually exclusive.")
         if given and self.is_iterable:
             raise ConfigError(f"{given[0]} is not supported for an iterable dataset, which defines its own order.")
-        # DistributedSampler knows its rank, so each rank would shard a part of the dataset again.
-        for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
-            if isinstance(sampler, DistributedSampler):
+        if _only_shards(self.sampler, self.dataset):
+            raise ConfigError(
+                "strategy.dataloader shards the dataset itself, so that a DistributedSampler would shard it twice: "
+                f"pass shuffle={self.sampler.shuffle} instead."
+            )
+        for sampler in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            if len(replicas_of(sampler)) > 1:
                 raise ConfigError(
-                    "strategy.dataloader shards the dataset itself, so that a DistributedSampler would shard it twice: "
-                    f"pass shuffle={sampler.shuffle} instead."
+                    f"a {type(sampler).__name__} makes the batches of one rank, but a batch_sampler must yield the "
+                    "indices of all ranks for each optimizer step, the same on every rank: pass it as sampler= with a "
+                    "batch size if it yields indices, or let it shard nothing (num_replicas=1, rank=0)."
                 )
 
     def _check_size(self) -> None:
@@ -253,17 +273,31 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _order_of(sampler: Any) -> tuple[bool, Any]:
+def _order_of(sampler: Any, dataset: Any) -> tuple[bool, Any]:
     """Return a DataLoader's sampler as ``shuffle`` and ``sampler``.
 
-    torch's own are replaced by the loader's order, which is the same on any number of ranks; others are kept.
+    torch's own over the whole dataset are replaced by the loader's order, which is the same on any number of ranks;
+    others are kept.
     """
-    if isinstance(sampler, DistributedSampler):
+    if _only_shards(sampler, dataset):
         return sampler.shuffle, None
-    is_random = type(sampler) is RandomSampler and not sampler.replacement
-    whole = is_random and sampler.num_samples == len(sampler.data_source)
-    if whole and sampler.generator is None:  # with one of the user's, the order follows from its seed as well
-        return True, None
-    if type(sampler) is SequentialSampler:
+    if _is_over(sampler, RandomSampler, dataset):
+        whole = not sampler.replacement and sampler.num_samples == len(dataset)
+        if whole and sampler.generator is None:  # with one of the user's, the order follows from its seed as well
+            return True, None
+    if _is_over(sampler, SequentialSampler, dataset):
         return False, None
     return False, sampler
+
+
+def _only_shards(sampler: Any, dataset: Any) -> bool:
+    """Return whether a sampler shards the dataset, and may shuffle it, as the loader does. A subclass may do more."""
+    return _is_over(sampler, DistributedSampler, dataset)
+
+
+def _is_over(sampler: Any, kind: Any, dataset: Any) -> bool:
+    """Return whether a sampler is of this class, and yields indices of the whole dataset, and not of another."""
+    if type(sampler) is not kind:
+        return False
+    source = sampler.dataset if kind is DistributedSampler else sampler.data_source
+    return bool(len(source) == len(dataset))

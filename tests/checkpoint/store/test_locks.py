@@ -107,6 +107,18 @@ def test_a_process_of_another_host_that_was_silent_for_long_is_not_waited_for(
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_lock_of_a_time_ahead_is_waited_for_no_longer_than_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = of_another_host(tmp_path)
+    ahead = path.stat().st_mtime + 3600
+    os.utime(path, (ahead, ahead))
+    Lock(Disk(tmp_path)).release()
+    assert "is locked by process" in (said := capsys.readouterr().err)
+    assert "Waiting for up to 1 s" in said
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"pid": 1, "color": "red"}', '{"pid": "1"}', '{"pid": -1}', "\0" * 100]
 )
@@ -174,7 +186,10 @@ def test_a_folder_that_is_gone_is_made_again_and_reported(
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (replace, r"checkpoints can't be written to .*/run: .*File exists"),
+        (
+            replace,
+            r"can't be written to .*/run: .*File exists: .* in .*/run\. Move the file that is in the way, or use",
+        ),
         (of_another_host, r"run was taken by process \d+ on elsewhere while this run was saving to it"),
     ],
 )

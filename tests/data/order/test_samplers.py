@@ -262,6 +262,68 @@ def test_a_dataloader_with_a_distributed_sampler_is_not_sharded_twice(shuffle: b
         pretended_rank().dataloader(DATA, batch_size=2, sampler=sampler)
 
 
+class Weighted(DistributedSampler[int]):
+    """Draws a rank's indices by weights, from its own seed."""
+
+    def __iter__(self) -> Iterator[int]:
+        draw = torch.Generator().manual_seed(self.epoch)
+        drawn = torch.multinomial(torch.arange(1.0, 21.0), 20, replacement=True, generator=draw).tolist()
+        return iter(drawn[self.rank :: self.num_replicas])
+
+
+class Repeated(DistributedSampler[int]):
+    """Repeats a rank's indices."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([i for i in super().__iter__() for _ in range(3)])
+
+
+class Unseeded(Sampler[int]):
+    """Draws from torch's global generator, which scripts seed alike on all ranks. No subclass of DistributedSampler."""
+
+    def __init__(self, _: Any, num_replicas: int, rank: int) -> None:
+        self.num_replicas, self.rank = num_replicas, rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(20).tolist()[self.rank :: self.num_replicas])
+
+
+@pytest.mark.parametrize("kind", [Weighted, Repeated, Unseeded, DistributedSampler])
+@pytest.mark.parametrize("source", [DATA, range(7)])
+def test_a_sampler_that_does_more_than_shard_gives_each_rank_its_indices(kind: Any, source: Any) -> None:
+    if kind is DistributedSampler and source is DATA:
+        return  # becomes shuffle
+    drawn = []
+    for rank in range(2):
+        samplers = [kind(source, num_replicas=2, rank=rank) for _ in range(3)]
+        converted = pretended_rank(rank, 2).dataloader(DataLoader(DATA, 4, sampler=samplers[0]))
+        given = pretended_rank(rank, 2).dataloader(DATA, batch_size=4, sampler=samplers[1])
+        for epoch in range(2):
+            batches = [batch.tolist() for batch in converted]
+            assert batches == [batch.tolist() for batch in given]
+            if kind is Unseeded:
+                drawn += [i for batch in batches for i in batch] if not epoch else []
+                continue
+            samplers[2].set_epoch(epoch)
+            assert batches == [batch.tolist() for batch in DataLoader(DATA, 4, sampler=samplers[2])]
+    assert kind is not Unseeded or sorted(drawn) == DATA
+
+
+def test_samplers_of_torch_over_other_data_are_kept() -> None:
+    for few in (RandomSampler(range(5)), torch.utils.data.SequentialSampler(range(5))):
+        (batch,) = pretended_rank().dataloader(DataLoader(DATA, 20, sampler=few))
+        assert sorted(batch.tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_batches_of_one_rank_are_refused() -> None:
+    def batches(world_size: int) -> Any:
+        return BatchSampler(DistributedSampler(DATA, num_replicas=world_size, rank=0, shuffle=False), 4, False)
+
+    with pytest.raises(ConfigError, match="a DistributedSampler makes the batches of one rank, but a batch_sampler"):
+        pretended_rank().dataloader(DataLoader(DATA, batch_sampler=batches(2)))
+    assert len(list(pretended_rank().dataloader(DATA, batch_sampler=batches(1)))) == 5
+
+
 def test_contradictions_are_refused() -> None:
     strategy = pretended_rank()
     for given, message in (

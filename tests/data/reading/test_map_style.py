@@ -18,6 +18,7 @@ def orders(rank: int = 0, world_size: int = 1, global_batch: int = 4) -> Orders:
         EpochPlan(
             samples=SAMPLES, global_batch=global_batch, accumulate=1, rank=rank, world_size=world_size, drop_last=False
         ),
+        lambda: SAMPLES,
         shuffle=True,
     )
 

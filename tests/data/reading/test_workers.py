@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -144,7 +145,8 @@ class Data:
         if index == 2: threading.Event().wait()
         return index
 strategy = unitrain.init(backend="single")
-batches = iter(strategy.dataloader(Data(), batch_size=1, num_workers=1, multiprocessing_context="fork"))
+workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+batches = iter(strategy.dataloader(Data(), batch_size=1, **workers))
 next(batches)
 """
     (tmp_path / "script.py").write_text(script)
@@ -152,6 +154,33 @@ next(batches)
     job = run_job([sys.executable, "script.py"], tmp_path)
     assert (job.code, job.stderr, job.left) == (0, "", ())
     assert time.monotonic() - began < 30
+
+
+def disturb(number: int, timeout: float) -> str:
+    """Send a worker a signal, ask for no batch meanwhile, and return the error."""
+    strategy = unitrain.init(backend="single", device="cpu")
+    settings: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": timeout}
+    batches = iter(strategy.dataloader(Pids(), batch_size=1, **settings))
+    try:
+        os.kill(int(next(batches)), number)
+        for _ in range(300):
+            time.sleep(0.01)
+    except DataError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return ""
+
+
+def disturbed_workers() -> list[str]:
+    return [disturb(signal.SIGKILL, 60), disturb(signal.SIGSTOP, 1), disturb(signal.SIGUSR1, 1)]
+
+
+def test_a_worker_that_is_killed_or_stopped_is_named_wherever_its_process_is() -> None:
+    [(killed, stopped, nothing)] = run_ranks(disturbed_workers, nprocs=1, fresh=True)
+    assert re.search(r"worker \(pid \d+\) is killed by signal: Killed\. The usual reason .*: use fewer workers", killed)
+    assert re.search(r"worker \d+ was stopped \(SIGSTOP\), .* or pass a larger timeout=", stopped)
+    assert not nothing
 
 
 def test_errors_of_the_dataset_s_own_pass_as_they_are() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +319,86 @@ def test_others_may_not_use_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("shares", "every"), [(1e-4, 1), (0.01, 1), (0.05, 5), (0.5, 50)])
 def test_copies_take_a_hundredth_of_the_time(shares: float, every: int) -> None:
     assert steps_between(shares) == every
+
+
+def start(run: Path, memory: Path, *, steps: int = 0, width: int = 1, saves: int = 0) -> int:
+    """Start a run in one process, and return the step that it resumes after. With ``steps``, it trains, and crashes."""
+    settings: dict[str, Any] = {"memory_copies": {"every": 1, "folder": str(memory)}}
+    with suppress(ZeroDivisionError), unitrain.init(backend="single", device="cpu", **settings) as strategy:
+        module = nn.Linear(2, width)
+        model, optimizer = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        checkpoint = strategy.checkpoint(run, model=model, optimizer=optimizer)
+        checkpoint.resume()
+        first = strategy.global_step
+        while strategy.global_step < steps:
+            strategy.step(model(torch.ones(1, 2)).sum(), optimizer)
+            if strategy.global_step == saves:
+                shutil.rmtree(run)
+                checkpoint.save()
+                checkpoint.wait()
+        if steps:
+            raise ZeroDivisionError
+    return first
+
+
+def spoil(memory: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+    for path in memory.glob(f"*/*/{name}"):
+        path.write_bytes(change(path.read_bytes()))
+
+
+def note(**odd: Any) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps({**json.loads(content), **odd}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("model.pt", lambda content: content[:-1] + b"x", "skipping a damaged checkpoint: .*model.pt: its SHA-256"),
+        ("model.pt", lambda content: content[:-1], "rank-0.json: model.pt has another size"),
+        ("rank-0.json", lambda content: content[:-9], "rank-0.json: Invalid JSON"),
+        ("rank-0.json", lambda content: b"[]", "rank-0.json: Input should be an object"),
+        ("rank-0.json", note(saved="x"), "rank-0.json: saved: .*valid integer"),
+        ("rank-0.json", note(layout={"weight": 1}), "skipping the copy .*ValidationError"),
+        ("rank-0.json", note(about={}), "skipping the copy .*strategy: Field required"),
+        ("rank-0.json", note(writers=2), "there are those of rank 0 only"),
+        ("rank-0.json", note(saved=9), "the checkpoint of step 9, which it follows, was removed"),
+        ("rank-0.json", note(run="x"), "has copies of another run in memory, up to step-0000000002.1"),
+    ],
+)
+def test_copies_that_can_not_be_used_are_named_and_the_job_begins(
+    name: str, change: Callable[[bytes], bytes], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(tmp_path / "run", tmp_path / "memory", steps=2)
+    spoil(tmp_path / "memory", name, change)
+    assert start(tmp_path / "run", tmp_path / "memory") == 0
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_copy_of_another_model_is_named_and_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path / "run", tmp_path / "memory", steps=2)
+    assert start(tmp_path / "run", tmp_path / "memory", width=3) == 0
+    said = r"does not fit this run: \S+/step-0000000002\.1: the checkpoint belongs to another model: "
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_copies_follow_a_run_s_folder_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path / "run", tmp_path / "memory", steps=2)
+    shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    assert start(tmp_path / "copied", tmp_path / "memory") == 0, "they are of the run that is still there"
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert start(tmp_path / "moved", tmp_path / "memory", steps=3) == 2
+    assert not capsys.readouterr().err.count("not used")
+    assert start(tmp_path / "moved", tmp_path / "other") == 3, "another memory_copies.folder"
+    assert copies(tmp_path) == []
+
+
+def test_copies_on_another_disk_are_named(tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path / "run", small_disk, steps=2)
+    assert start(tmp_path / "run", tmp_path / "memory") == 0
+    said = rf"copies in memory in {small_disk}/unitrain-\S+ are not used: .*\(Invalid cross-device link\)"
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_folder_that_was_removed_in_the_run_costs_no_copies(tmp_path: Path) -> None:
+    start(tmp_path / "run", tmp_path / "memory", steps=5, saves=3)
+    assert start(tmp_path / "run", tmp_path / "memory") == 5

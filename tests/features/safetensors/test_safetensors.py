@@ -108,16 +108,26 @@ def test_what_can_t_be_loaded_is_one_message_on_every_rank(tmp_path: Path) -> No
     cut = folders[2] / "model-1.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
     (folders[3] / "model.safetensors.index.json").write_text('{"weight_map": {"words.weight": "../a.safetensors"}}')
-    places = [*map(str, folders), str(tmp_path / "no"), str(folders[1] / "alone.safetensors"), "s3://bucket/model"]
+    torch.save(Model().state_dict(), folders[1] / "model.pt")
+    save_file({"module.words.weight": torch.ones(2)}, folders[1] / "wrapped.safetensors")
+    names = ("alone.safetensors", "model.pt", "wrapped.safetensors")
+    places = [
+        *map(str, folders),
+        str(tmp_path / "no"),
+        *(str(folders[1] / name) for name in names),
+        "s3://bucket/model",
+    ]
     for said in run_ranks(load_wrong, places):
-        empty, other, short, away, no, alone, url, unprepared, part = said
+        empty, other, short, away, no, alone, of_torch, wrapped, url, unprepared, part = said
         assert "has neither model.safetensors nor model.safetensors.index.json" in empty
-        assert "weights of another model: norm.bias is missing. Nothing was loaded" in other
+        assert "weights of another model: norm.bias is missing. Pass the file of this model, or build" in other
         assert "model-1.safetensors is no whole file of safetensors: ValueError" in short
         assert "it names a file in another folder" in away
         assert "no does not exist" in no
         assert "body is not in the model; scale is missing; words.weight is (2,), but (13, 6) in the model; " in alone
-        assert "and 11 more. Nothing was loaded" in alone
+        assert "and 11 more. Pass" in alone
+        assert "model.pt is a file of torch.save, and not of safetensors. Load it into the model before" in of_torch
+        assert "Its names begin with 'module.', as those of a model in a wrapper do: save the weights" in wrapped
         assert "s3://bucket/model" in url
         assert "load_weights needs a prepared model" in unprepared
         assert "this BatchNorm1d is a part of a prepared one: pass what prepare() returned" in part

@@ -105,7 +105,8 @@ def test_buckets_are_of_one_type_and_of_about_the_size_asked_for() -> None:
 @pytest.mark.parametrize(("overlap", "sent"), [(True, ["g.0", "g.1"]), (False, [])])
 def test_full_buckets_are_sent_while_backward_runs_where_that_is_wanted(overlap: bool, sent: list[str]) -> None:
     first, last = ones(1), ones(1)
-    reducer, sums = reducer_of(first, last, bucket_mb=1e-9, overlap=overlap)
+    reducer, sums = reducer_of(first, last, bucket_mb=1e-9)
+    reducer.overlap = overlap
     (first * last).sum().backward()  # type: ignore[no-untyped-call]
     assert sums.sent == sent
     reducer.finish()

@@ -15,11 +15,12 @@ def averaging() -> GradientAveraging:
     return GradientAveraging(rank.communicator, rank.communicator.collectives._backend, rank.config)
 
 
-def test_each_parameter_is_watched_once() -> None:
+def test_parameters_are_watched_with_those_that_are_always_trained_together() -> None:
     made = averaging()
     first, second, third = (Parameter(torch.ones(1)) for _ in range(3))
     [of_two] = made.finishers([first, second])
-    assert made.finishers([second]) == [of_two]
-    both = made.finishers([third, first])
-    assert len(both) == 2
-    assert of_two in both
+    assert made.finishers([second, first]) == [of_two]
+    [of_second] = made.finishers([second])
+    of_first, of_third = made.finishers([first, third])
+    assert len({of_two, of_first, of_second, of_third}) == 4
+    assert made.finishers([first, second, third]) == [of_first, of_second, of_third]

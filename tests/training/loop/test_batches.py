@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from needs import HOROVOD
+from pretended import pretended_rank
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import unitrain
 from unitrain import Strategy, UsageError
+from unitrain.testing.models import step_by_hand
+from unitrain.training.loop.weights import Losses
 
 SAMPLES, GLOBAL_BATCH = 11, 4  # 4, 4 and 3: the last batch weighs differently on each rank
 EPOCHS = 2
@@ -42,7 +46,7 @@ class Run:
         inputs, targets = batch
         return mse_loss(self.model(inputs), targets.double())
 
-    def step(self, loss: Tensor, **options: Any) -> None:
+    def step(self, loss: Tensor | list[Tensor], **options: Any) -> None:
         self.strategy.step(loss, self.optimizer, **options)
 
     def loader(self, global_batch_size: int, samples: int = SAMPLES) -> Any:
@@ -138,7 +142,23 @@ def test_batches_taken_ahead_are_trained_on_in_their_order(
 def test_batches_taken_ahead_that_weigh_differently_are_refused(loop: Loop) -> None:
     for said in run_ranks(trained, loop, "ddp", 1, SAMPLES):
         assert "several batches were taken from loaders before this backward" in said
-        assert "pass weight= to step()" in said
+        assert "step(loss, optimizer, batch=batch)" in said
+
+
+def given(run: Run, loader: Any) -> None:
+    """Take batches ahead, and pass them: both parts of them, or one."""
+    batches = endless(loader)
+    batch = next(batches)
+    for number in range(EPOCHS * len(loader)):
+        loss = run.loss(batch)
+        earlier, batch = batch, next(batches)
+        run.step(loss, batch=earlier if number % 2 else earlier[1])
+
+
+def test_batches_taken_ahead_may_weigh_differently_if_the_script_passes_them() -> None:
+    expected = trained(plain, "single", 1, SAMPLES)
+    for found in run_ranks(trained, given, "ddp", 1, SAMPLES):
+        assert found == pytest.approx(expected, abs=1e-12)
 
 
 def weighted(backend: str) -> list[float]:
@@ -229,6 +249,147 @@ def test_two_loaders_of_equal_shares_train_like_one_process(sizes: tuple[int, in
 def test_two_loaders_of_other_shares_are_refused() -> None:
     for said in run_ranks(zipped, "ddp", (11, 10)):
         assert "several batches were taken from loaders before this backward" in said
+
+
+CRITICS = 2
+
+
+class Pair:
+    """A model trained by 12 rows in even batches, and a critic by 9 rows in batches of 6 and 3, twice as often."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        self.model: nn.Module = nn.Linear(3, 1, dtype=torch.float64)
+        self.critic: nn.Module = nn.Linear(3, 1, dtype=torch.float64)
+        self.optimizers = [torch.optim.SGD(part.parameters(), lr=0.5) for part in (self.model, self.critic)]
+
+    def weights(self) -> list[float]:
+        return [
+            v for part in (self.model, self.critic) for p in part.parameters() for v in p.detach().flatten().tolist()
+        ]
+
+
+def half_rows(samples: int, seed: int) -> TensorDataset:
+    return TensorDataset(
+        *torch.randn(2, samples, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    )
+
+
+def mean_error(module: nn.Module, batch: Any) -> Tensor:
+    return mse_loss(module(batch[0]), batch[1][:, :1])
+
+
+def critics_by_hand() -> list[float]:
+    pair = Pair()
+    noise = endless(DataLoader(half_rows(9, 6), batch_size=6))
+    for _ in range(EPOCHS):
+        for batch in DataLoader(half_rows(12, 5), batch_size=6):
+            for _ in range(CRITICS):
+                step_by_hand(mean_error(pair.critic, next(noise)), pair.optimizers[1])
+            step_by_hand(mean_error(pair.model, batch), pair.optimizers[0])
+    return pair.weights()
+
+
+def critics(backend: str, passed: bool, ahead: bool) -> list[float] | str:
+    """Take a batch, train on others, then on it. With ``ahead``, the next of the others is taken before that."""
+    pair = Pair()
+    with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=30) as strategy:
+        optimizer, critic_optimizer = pair.optimizers
+        model, critic = strategy.prepare(pair.model, pair.critic, optimizer, critic_optimizer)[:2]
+        train = strategy.dataloader(half_rows(12, 5), global_batch_size=6)
+        noise = endless(strategy.dataloader(half_rows(9, 6), global_batch_size=6))
+        other = next(noise) if ahead else None
+        try:
+            for _ in range(EPOCHS):
+                for batch in train:
+                    for _ in range(CRITICS):
+                        other = other or next(noise)
+                        strategy.step(mean_error(critic, other), critic_optimizer, batch=other if passed else None)
+                        other = next(noise) if ahead else None
+                    strategy.step(mean_error(model, batch), optimizer, batch=batch if passed else None)
+        except UsageError as error:
+            return str(error)
+        pair.model, pair.critic = strategy.export(model), strategy.export(critic)
+        return pair.weights()
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher"),
+    [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD), ("fsdp", "spawn")],
+)
+def test_a_batch_that_is_passed_has_its_weight_after_steps_on_others(backend: str, launcher: Any) -> None:
+    expected = critics_by_hand()
+    for found in run_ranks(critics, backend, True, False, launcher=launcher):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_is_asked_for_where_others_were_trained_on(ahead: bool) -> None:
+    for said in run_ranks(critics, "ddp", False, ahead):
+        assert "it is not clear which one the loss is of" in said
+        assert "2 of 3" in said or "1 of 3" in said
+
+
+def in_pairs(zipping: Callable[..., Any], backend: str) -> list[float]:
+    """Train on a loss for each of two loaders. At the end of the first, a rank has a stand-in."""
+    with started(backend) as run:
+        first, second = run.loader(2, 5), run.loader(GLOBAL_BATCH, 8)
+        for batches in zipping(first, second):
+            counts = [len(batch[0]) for batch in batches]
+            run.step([run.loss(batch) for batch in batches], weight=counts, batch=batches)
+        return run.weights()
+
+
+def zip_cycled(first: Any, second: Any) -> Any:
+    return zip(first, cycle(second), strict=False)
+
+
+def zip_twice(first: Any, second: Any) -> Any:
+    """Yield pairs of two loaders, of which the second is iterated over anew."""
+    return zip(first, endless(second), strict=False)
+
+
+@pytest.mark.parametrize("zipping", [zip_cycled, zip_twice])
+def test_each_of_several_losses_has_the_weight_of_the_batch_that_is_passed(zipping: Any) -> None:
+    expected = in_pairs(zipping, "single")
+    assert len(expected) == 4
+    for found in run_ranks(in_pairs, zipping, "ddp"):
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("zipping", [zip_cycled, zip_twice])
+@pytest.mark.parametrize("how", ["weights", "sum"])
+def test_losses_of_a_stand_in_and_of_another_batch_need_their_batches(how: str, zipping: Any) -> None:
+    """Also where another loader has ended, and its batches are still in use."""
+    rank = pretended_rank(1, 2)
+    first, second = (rank.dataloader(torch.arange(float(n)), global_batch_size=size) for n, size in ((5, 2), (8, 4)))
+    loss = torch.ones((), requires_grad=True)
+    pairs = zipping(first, second)
+    for _ in range(2):
+        rank.loop._batches.of_backward(Losses([loss, loss], [1, 2], next(pairs)))
+    batches = next(pairs)
+    with pytest.raises(UsageError, match="it is not clear which one the loss is of: 0 of 1 samples"):
+        rank.loop._batches.of_backward(
+            Losses([loss, loss], [1, 2]) if how == "weights" else Losses([loss], [], [batches])
+        )
+
+
+def test_a_batch_that_no_loader_has_yielded_is_refused() -> None:
+    with started("single") as run:
+        for inputs, targets in run.loader(4):
+            with pytest.raises(UsageError, match="batch= is not a batch that a loader of this strategy has yielded"):
+                run.step(run.loss((inputs, targets)), batch=inputs.clone())
+            run.step(run.loss((inputs, targets)), batch=targets)
+        assert run.strategy.global_step == 3
+
+
+def test_the_last_batch_of_an_epoch_is_not_kept_in_memory() -> None:
+    with started("single") as run:
+        for batch in run.loader(4):
+            run.step(run.loss(batch))
+        kept = weakref.ref(batch[0])
+        del batch
+        assert kept() is None
 
 
 def positions_with_a_resume(folder: Path) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from torch.nn.functional import binary_cross_entropy as bce
 from torch.nn.functional import cross_entropy, mse_loss
 
 import unitrain
+from unitrain.data.order.sharding import MicroBatch
 from unitrain.training.loop.loss_check import LossCheck
 
 LABELS = torch.tensor([0, 1, 2, -100, 1])
@@ -86,6 +87,53 @@ def test_a_loss_that_trains_another_model_is_warned_of_once(loss: Any, settings:
 )
 def test_other_losses_are_not(loss: Any, settings: dict[str, Any]) -> None:
     assert messages(loss(), **settings) == []
+
+
+def changing(make: Any, numbers: list[tuple[int, int]], accumulate: int = 1) -> list[str]:
+    """Look at losses of micro-batches with these numbers of samples on this rank, and of something else."""
+    check = LossCheck(accumulate, 2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step, (samples, number) in enumerate(numbers):
+            micro_batch = MicroBatch(0, 2 * samples, samples, 2 * samples, step, True, True, False, True)
+            if step >= check.next_step:
+                check.look(make(number), step, weighted=False, micro_batch=micro_batch)
+    return [str(warning.message) for warning in seen]
+
+
+def of(number: int) -> Tensor:
+    return torch.ones(number, requires_grad=True)
+
+
+MEANS = {
+    "readable samples": lambda n: mse_loss(of(n), torch.zeros(n)),
+    "readable classes": lambda n: cross_entropy(of(3 * n).view(n, 3), torch.zeros(n).long()),
+    "masked": lambda n: (of(20) * (torch.arange(20) < n)).sum() / (torch.arange(20) < n).sum(),
+    "masked, clamped": lambda n: 0.5 * (of(20) * 1.0).sum() / (torch.arange(20) < n).sum().clamp(min=1),
+    "nodes": lambda n: 2 * of(n).square().mean() + 0.1 * of(7).square().mean(),
+}
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_mean_over_other_numbers_than_of_samples_is_warned_of(kind: str) -> None:
+    [message] = changing(MEANS[kind], [(4, 3), (4, 4), (4, 3)])
+    assert "the loss is a mean over 4 where this rank's batch has 4 samples, and over 3 for 4 earlier" in message
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers", "accumulate"),
+    [
+        (MEANS["readable samples"], [(4, 4), (4, 4), (3, 3)], 2),
+        (MEANS["readable samples"], [(4, 12), (4, 12), (3, 9)], 2),  # some elements of each
+        (MEANS["readable samples"], [(4, 2), (4, 2), (2, 1)], 2),  # half of them
+        (MEANS["readable samples"], [(4, 8), (3, 6), (2, 4)], 2),  # gathered
+        (MEANS["readable samples"], [(4, 12), (4, 16), (4, 20)], 1),  # pixels of images of one size in each step
+        (lambda n: of(n).mean() + of(7).square().mean(), [(4, 4), (3, 3), (2, 2)], 2),  # of parameters
+        (lambda n: of(20).sum() / (n * 0.07), [(4, 4), (3, 3), (2, 2)], 2),
+    ],
+)
+def test_means_in_proportion_to_the_samples_are_not(make: Any, numbers: Any, accumulate: int) -> None:
+    assert changing(make, numbers, accumulate) == []
 
 
 def test_few_steps_are_looked_at() -> None:

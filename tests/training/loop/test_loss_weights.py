@@ -10,6 +10,7 @@ import torch
 from plain_loop import Ready, assert_equal, model_of, prepare_model, ready, sgd, strategy_of, weights
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
@@ -180,3 +181,36 @@ def differ(names: tuple[str, str]) -> str:
 def test_ranks_with_different_losses_are_told(names: tuple[str, str]) -> None:
     for said in run_ranks(differ, names):
         assert said.startswith("the ranks, or the micro-batches of a window, pass different losses (by number or by na")
+
+
+class Photos(torch.utils.data.Dataset[Any]):
+    """Samples, of which some can't be read: on two ranks, one loses its whole part of a step."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> Any:
+        return None if i % 8 in (1, 3, 4) else samples(24)[i]
+
+
+BLANK = (torch.full((4,), 7.0), torch.full((2,), 9.0))
+
+
+def readable(parts: list[Any]) -> tuple[Any, int]:
+    good = [part for part in parts if part is not None]
+    return torch.utils.data.default_collate(good or [BLANK]), len(good)
+
+
+def train_on_readable(backend: str) -> None:
+    with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=30) as strategy:
+        twins = Twins(strategy, Net)
+        for (inputs, targets), count in strategy.dataloader(Photos(), global_batch_size=4, collate_fn=readable):
+            strategy.step(mse_loss(twins.prepared(inputs), targets), twins.optimizer, weight=count)
+        for (inputs, targets), _ in DataLoader(Photos(), batch_size=4, collate_fn=readable):
+            step_by_hand(mse_loss(twins.expected(inputs), targets), twins.by_hand)
+        twins.assert_same()
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_samples_that_are_left_out_count_for_nothing(backend: str) -> None:
+    run_ranks(train_on_readable, backend)

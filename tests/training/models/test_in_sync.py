@@ -86,5 +86,34 @@ def test_ranks_that_drifted_apart_are_noticed_at_the_end_of_an_epoch(change: str
 def test_ranks_that_round_differently_train_on() -> None:
     """Processors of different makes do, which is no reason to end a job."""
     first, other = run_ranks(drifting, "1e-6")
-    assert first.startswith("the ranks' models differ by rounding: bias (1,) of rank 1 is not that of rank 0.")
+    assert first.startswith("the ranks' models differ slightly: bias (1,) of rank 1 is not that of rank 0,")
+    assert other == ""
+
+
+def loading_on_one_rank(change: float) -> str:
+    """Change a weight of rank 1 a little before the first step; return what is said after it."""
+    strategy = unitrain.init(device="cpu")
+    net = torch.nn.Linear(3, 1)
+    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with torch.no_grad():
+        net.bias.add_(change * strategy.rank)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            strategy.step(model(torch.ones(2, 3) + strategy.rank).sum(), optimizer)
+        except unitrain.CommunicationError as error:
+            return str(error)
+    return "; ".join(str(each.message) for each in seen)
+
+
+def test_ranks_that_differ_are_noticed_after_the_first_step() -> None:
+    """A difference that is small, but is no rounding."""
+    first, other = run_ranks(loading_on_one_rank, 1e-4)
+    assert first == other
+    assert first.startswith("the ranks' models differ: bias (1,) of rank 1 is not that of rank 0.")
+
+
+def test_a_first_step_that_is_rounded_differently_is_not_an_error() -> None:
+    first, other = run_ranks(loading_on_one_rank, 3e-7)
+    assert first.startswith("the ranks' models differ slightly: bias (1,) of rank 1")
     assert other == ""

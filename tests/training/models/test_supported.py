@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from plain_loop import data, model_of, sgd, strategy_of, weights
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Adafactor, Muon
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -22,6 +23,44 @@ def test_models_that_are_wrapped_already_are_refused() -> None:
     strategy = strategy_of()
     with pytest.raises(UsageError, match="pass the module within"):
         strategy.prepare(nn.DataParallel(model_of()))
+
+
+class Autoencoder(nn.Module):
+    """A model with a second tensor in the memory of its weight.
+
+    Args:
+        shared: makes the tensor of the weight.
+    """
+
+    def __init__(self, shared: Callable[[Tensor], Tensor], device: str = "cpu") -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4, device=device)
+        second = shared(self.encoder.weight)
+        self.decoder = nn.ParameterDict({"weight": second}) if isinstance(second, nn.Parameter) else nn.Module()
+        self.register_buffer("buffer", None if isinstance(second, nn.Parameter) else second)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("shared", "name"),
+    [
+        (lambda weight: nn.Parameter(weight.detach().t()), r"decoder\.weight"),
+        (lambda weight: nn.Parameter(weight.detach()[1:], requires_grad=False), r"decoder\.weight"),
+        (lambda weight: weight.detach().view(16), "buffer"),
+    ],
+)
+def test_tensors_in_the_memory_of_a_trained_weight_are_refused(
+    shared: Callable[[Tensor], Tensor], name: str, device: str
+) -> None:
+    with pytest.raises(UsageError, match=rf"^{name} is another tensor than encoder\.weight, but in the same memory"):
+        strategy_of().prepare(Autoencoder(shared, device))
+
+
+def test_parameters_may_share_memory_without_an_element_in_common() -> None:
+    flat, matrix = torch.ones(8), torch.ones(2, 6)
+    parts = [flat[:4], flat[4:], matrix[:, :3], matrix[:, 3:]]
+    tied = nn.Linear(4, 4)
+    strategy_of().prepare(nn.ParameterList([*(nn.Parameter(part) for part in parts), tied.weight, tied.weight]))
 
 
 def prepare_sharded_by_torch() -> list[str]:

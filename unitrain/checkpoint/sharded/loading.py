@@ -22,6 +22,7 @@ class CheckpointView(NamedTuple):
     """An open checkpoint, as a rank sees it."""
 
     communicator: Communicator
+    place: str  # the path or URL of the checkpoint
     manifest: Manifest
     outlines: dict[str, Any]  # the states by key, with the forms of the tensors in their places
     saved: OpenCheckpoint | None  # the checkpoint itself; on rank 0 only
@@ -137,7 +138,7 @@ def open_on_all(communicator: Communicator, opened: Callable[[], OpenCheckpoint 
     if digest is not None and communicator.sharding.any and not communicator.is_main:
         stored = _seen(place, manifest, digest)
     each = digest is not None and communicator.sharding.any and all(communicator.all_gather_data(stored is not None))
-    return CheckpointView(communicator, manifest, outlines, saved, digest is not None, stored, each)
+    return CheckpointView(communicator, place, manifest, outlines, saved, digest is not None, stored, each)
 
 
 def _seen(place: str, manifest: Manifest, digest: str) -> Stored | None:

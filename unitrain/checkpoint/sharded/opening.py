@@ -41,7 +41,9 @@ class Search:
         folder: the folder of the run's checkpoints.
         path: as of ``resume``.
         first: checkpoints to try before those of the folder.
-        only: whether no others than ``first`` will do. That all of them are damaged is no error.
+        only: whether no others than ``first`` will do.
+
+    That those in ``first`` can't be used is reported, and no error: a run is not to fail for them.
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class Search:
     ) -> None:
         self._folder, self._path, self._first, self._only = folder, path, first, only
         self._wanted = ""  # what is wanted, if no other one will do
-        self._damage: list[str] = []
+        self._damage: list[str] = []  # of the folder's
+        self._is_extra = False  # the one that was tried last is of ``first``
         self._finders = self._found()
 
     def _found(self) -> Iterator[Callable[[], Located]]:
@@ -60,7 +63,9 @@ class Search:
             return located
 
         for located in self._first:
+            self._is_extra = True
             yield partial(find_itself, located)
+        self._is_extra = False
         if self._only:
             return
         if path is None:
@@ -90,7 +95,7 @@ class Search:
                 return attempt(find())
             except DamagedError as error:
                 self.reject(str(error))
-        if self._damage and not self._only:
+        if self._damage:
             raise CheckpointError(
                 f"all checkpoints in {self._folder} are damaged ({'; '.join(self._damage)}). To start a new run, use "
                 "another folder."
@@ -101,8 +106,15 @@ class Search:
         """Report that the checkpoint that was tried last is damaged. Raises CheckpointError if it is wanted."""
         if self._wanted:
             raise CheckpointError(f"{self._wanted} is damaged: {damage}")
-        self._damage.append(damage)
+        if not self._is_extra:
+            self._damage.append(damage)
         print_stderr(f"unitrain: skipping a damaged checkpoint: {damage}")
+
+    def refuse(self, why: str) -> None:
+        """Report that the checkpoint that was tried last does not fit the run. Raises CheckpointError if it has to."""
+        if not self._is_extra:
+            raise CheckpointError(why)
+        print_stderr(f"unitrain: skipping a checkpoint that does not fit this run: {why}")
 
 
 def _named(path: str | Path, folder: Folder) -> Located:

@@ -33,12 +33,12 @@ from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, merged, to_
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
-from unitrain.checkpoint.store.torch_files import reason, write_part
+from unitrain.checkpoint.store.torch_files import write_part
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import SentState, needed, outline, own_rows
-from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
+from unitrain.structure import rebuilt
 
 NOTE = "rank-{}.json"
 """The name of the file in which a rank tells another one what it has written."""
@@ -243,7 +243,7 @@ def write_own(draft: Draft, rank: int, shards: Shards) -> None:
     try:
         note = json.dumps(write_shards(draft, rank, shards))
     except Exception as error:  # pickling may raise any exception
-        note = json.dumps({"error": reason(error)})
+        note = json.dumps({"error": draft.store.reason(error)})
     with suppress(OSError, CheckpointError):  # nobody can be told: rank 0 waits in vain, and says so
         draft.store.put(f"{draft.name}/{NOTE.format(rank)}", note.encode())
 

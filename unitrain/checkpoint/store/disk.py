@@ -16,6 +16,14 @@ from unitrain.checkpoint.store.torch_files import open_regular
 from unitrain.errors import CheckpointError
 
 _BLOCK = 2**20
+_REMEDIES = {
+    errno.EEXIST: "Move the file that is in the way",
+    errno.ENOTDIR: "Move the file that is in the way",
+    errno.EROFS: "Have the file system mounted for writing",
+    errno.EACCES: "Give this user the right to write there",
+    errno.EPERM: "Give this user the right to write there",
+    errno.EDQUOT: "Free some of this user's quota",
+}
 
 
 class Disk(Store):
@@ -110,10 +118,16 @@ class Disk(Store):
             )
 
     def reason(self, error: Exception) -> str:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if not isinstance(error, OSError):
+            return super().reason(error)
+        if error.errno == errno.ENOSPC:
             free = shutil.disk_usage(self.root).free
-            return f"No space left on the device of {self}: {free} bytes are free. Earlier checkpoints are intact."
-        return str(error) if isinstance(error, OSError) else super().reason(error)
+            return (
+                f"No space left on the device of {self}: {free} bytes are free. Earlier checkpoints are intact. Free "
+                "some space, or use a folder on another disk."
+            )
+        remedy = _REMEDIES.get(error.errno or 0)
+        return f"{error} in {self}. {remedy}, or use another folder." if remedy else str(error)
 
     def make(self, folder: str = "") -> None:
         """Make a folder. Raises CheckpointError rather than make one of another disk, below the mount."""

@@ -54,6 +54,7 @@ class Folder:
         self.store: Store = store
         self._lock: Lock | None = None
         self._used: set[str] = set()  # names of folders that are, or were, in the store
+        self._lasting: dict[str, bytes] = {}  # files of the run beside its checkpoints
 
     def __str__(self) -> str:
         return str(self.store)
@@ -64,9 +65,16 @@ class Folder:
         self._lock = Lock(self.store)
 
     def check(self) -> None:
-        """Check that no other job has taken the folder."""
-        if self._lock is not None:
-            self._lock.check()
+        """Check that no other job has taken the folder. If it is made again, put the files back that are to last."""
+        if self._lock is not None and self._lock.check():
+            for name, content in self._lasting.items():
+                self.put(name, content)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file that lasts as long as the run uses the folder."""
+        with self.store.explained(f"{self.store.shown(name)} can't be written"):
+            self.store.put(name, content)
+        self._lasting[name] = content
 
     def release(self) -> None:
         """Let other jobs use the folder. Further calls do nothing."""

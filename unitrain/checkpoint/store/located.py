@@ -77,8 +77,13 @@ def _parsed(text: bytes, folder: str) -> Manifest:
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise DamagedError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise DamagedError(f"{path}: {shown_error(error)}") from error
+
+
+def shown_error(error: ValidationError) -> str:
+    """Return the first error of a validation in one line: where it is, and what it is."""
+    first = error.errors(include_url=False)[0]
+    return ": ".join([*filter(None, [".".join(map(str, first["loc"]))]), first["msg"]])
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

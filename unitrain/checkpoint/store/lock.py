@@ -80,11 +80,15 @@ class Lock:
         self._thread = threading.Thread(target=self._beat, name="checkpoint lock", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """Raise CheckpointError unless this process still holds the lock. A folder that is gone is made again."""
+    def check(self) -> bool:
+        """Raise CheckpointError unless this process still holds the lock. A folder that is gone is made again.
+
+        Returns:
+            Whether the folder was gone.
+        """
         holder = holder_of(self._store)
         if holder == self._holder:
-            return
+            return False
         if holder is not None:
             raise CheckpointError(
                 f"{self._store} was taken by {holder} while this run was saving to it: two jobs can't save "
@@ -97,6 +101,7 @@ class Lock:
             f"unitrain: {self._store} was removed, moved or emptied while this run was going on: it has been made "
             "again, and holds this run's checkpoints from now on."
         )
+        return True
 
     def release(self) -> None:
         """Give up the lock. Further calls do nothing."""
@@ -129,7 +134,7 @@ class Lock:
     def _is_renewed(self, holder: Holder) -> bool:
         """Return whether the file is renewed within the next seconds; not if it has not been for long."""
         first = self._renewed()
-        left = STALE_S - (self._clock() - first)
+        left = min(STALE_S, STALE_S - (self._clock() - first))  # a wrong clock's time, or a restored file's, lies ahead
         if left > 0:
             print_stderr(
                 f"unitrain: {self._store} is locked by {holder}. Waiting for up to {left:.0f} s to see whether that "

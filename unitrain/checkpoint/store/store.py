@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from unitrain.checkpoint.store.torch_files import MappedFiles, reason, write_part
+from unitrain.checkpoint.store.torch_files import MappedFiles, reason, refusal, write_part
 from unitrain.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -103,7 +103,12 @@ class Store(Protocol):
                 MappedFiles().load(draft)  # what can't be loaded is found now. The tensors' data are not read
                 self.put(name, draft)
 
-            return write_part(draft, value, put)
+            try:
+                return write_part(draft, value, put)
+            except (CheckpointError, OSError):
+                raise
+            except Exception as error:
+                raise refusal(name.rpartition("/")[2].removesuffix(".pt"), value, error) from error
 
     def point(self, name: str, folder: str | None) -> None:
         """Make a name on a disk a link to a folder, or remove it if ``folder`` is None. Object stores have no links."""

@@ -5,9 +5,11 @@ Mapped files are read where their tensors are used, and give their memory back a
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import hashlib
+import io
 import mmap
 import os
 import pickle
@@ -24,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unitrain.data.structure import tensors
+from unitrain.structure import tensors
 
 _libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
@@ -44,11 +46,61 @@ def open_regular(path: Path) -> BinaryIO:
 
 def reason(error: Exception) -> str:
     """Return why a file could not be written or read, without torch's advice to allow code in it."""
+    if isinstance(error, UnwritableError):
+        return str(error)
     if isinstance(error, pickle.UnpicklingError):
         kind = re.search(r"GLOBAL (\S+)", str(error))
         thing = f"{kind[1]} is" if kind else "it contains an object that is"
         return f"{thing} neither a tensor nor plain data (int, float, str, list, dict), and pickled code is never run."
     return f"{type(error).__name__}: {error}"
+
+
+class UnwritableError(Exception):
+    """An object can't be in a file. The message says where it is, and why."""
+
+
+def refusal(name: str, value: Any, error: Exception) -> Exception:
+    """Return why nested values can't be written, with the place of the object; the same error if there is none."""
+    where = _not_plain(value)
+    if where is None:
+        return error
+    *keys, kind = where
+    return UnwritableError(f"{name}{''.join(f'[{key!r}]' for key in keys)} is a {kind.__name__}: {reason(error)}")
+
+
+def _not_plain(value: Any) -> list[Any] | None:
+    """Return the keys that lead to the first object that can't be in a file, and its class; None if there is none."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        where = _not_plain(item)
+        if where is not None:
+            return [key, *where]
+    if isinstance(value, Tensor):
+        return None
+    content = io.BytesIO()
+    try:
+        if isinstance(value, dict):
+            value = copy.copy(value)
+            value.clear()
+        if type(value) is not list:
+            torch.save(value, content)
+            torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+    except Exception:  # pickling may raise any exception
+        return [type(value)]
+    return None
+
+
+def plain(value: Any) -> Any:
+    """Return nested values with numbers of Python in place of NumPy's scalars."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        made = copy.copy(value)  # of the same class
+        made.clear()
+        for key, item in value.items():
+            made[plain(key)] = plain(item)
+        return made
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
 def viewed(raw: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

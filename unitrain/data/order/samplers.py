@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from unitrain.data.order.order import InOrder, Order, Shuffled
-from unitrain.data.order.sharding import BatchPlan, Plan
+from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
 from unitrain.errors import DataError
 from unitrain.rng import derived_seed, generators_restored, seed_generators
 
@@ -38,6 +39,7 @@ class Orders:
 
     Args:
         plan: how each epoch is sharded, without the sizes that a sampler determines.
+        samples: returns the number of samples in the dataset, which may change between epochs.
         shuffle: shuffle each epoch.
         sampler: a sampler of indices, or with a ``BatchPlan`` of lists of indices.
         most: number of indices, above which a sampler that yields more than its length is taken to have no end.
@@ -46,12 +48,14 @@ class Orders:
     def __init__(
         self,
         plan: Plan,
+        samples: Callable[[], int],
         *,
         shuffle: bool = False,
         sampler: Iterable[Any] | None = None,
         most: int = 0,
     ) -> None:
         self._plan = plan
+        self._samples = samples
         self._shuffle = shuffle
         self._sampler = sampler
         # Each with its initial seed: a generator with another seed gives another order.
@@ -60,8 +64,8 @@ class Orders:
         self._most = most
         self._length = 0
         with suppress(Exception):  # a batch sampler has a length only if its sampler has one
-            self._length = operator.length_hint(sampler)
-        self._last: tuple[tuple[int, int], _Drawn] | None = None
+            self._length = operator.length_hint(sampler) * max(1, len(replicas_of(sampler)))
+        self._last: tuple[tuple[int, int, int], _Drawn] | None = None
 
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """Return epoch ``number`` of a run with ``seed``, from position ``start`` on.
@@ -70,25 +74,32 @@ class Orders:
         seconds.
 
         Raises:
-            DataError: the sampler seems to have no end.
+            DataError: the sampler seems to have no end, or the length of the dataset has changed under a division.
         """
         plan, order, repeats = epoch = self._epoch(seed, number, start)
         if plan.division is None:
             return epoch
+        if isinstance(self._plan, EpochPlan) and self._samples() != self._plan.samples:
+            raise DataError(
+                f"the dataset has {self._samples()} samples, but had {self._plan.samples} when the loader was made, "
+                "and batching= knows of these only: make a new loader, with lengths or costs for all samples."
+            )
         batches_seed = derived_seed("batches", seed, number)
         order, division = plan.division.in_epoch(order, plan.global_batch, plan.samples, batches_seed)
         return Epoch(replace(plan, division=division), order, repeats)
 
     def _epoch(self, seed: int, number: int, start: int) -> Epoch:
+        samples = self._samples()
         if self._sampler is None:  # the order is computed by position, so that nothing is stored for an epoch
-            order = Shuffled(self._plan.samples, seed, number) if self._shuffle else InOrder()
-            return Epoch(replace(self._plan, start=start), order, repeats=False)
+            assert isinstance(self._plan, EpochPlan)
+            order = Shuffled(samples, seed, number) if self._shuffle else InOrder()
+            return Epoch(replace(self._plan, samples=samples, start=start), order, repeats=False)
         # Kept, as len() and the check of the ranks' orders ask for the same epoch, and a second draw could differ.
-        if self._last is None or self._last[0] != (seed, number):
+        if self._last is None or self._last[0] != (seed, number, samples):
             yielded = self._draw(self._sampler, seed, number)
             indices, sizes = self._batches(yielded) if isinstance(self._plan, BatchPlan) else self._indices(yielded)
             digest = hashlib.blake2b(indices.tobytes(), digest_size=8).hexdigest()
-            self._last = (seed, number), _Drawn(indices, sizes, digest)
+            self._last = (seed, number, samples), _Drawn(indices, sizes, digest)
         drawn = self._last[1]
         if isinstance(self._plan, BatchPlan):
             return Epoch(replace(self._plan, sizes=drawn.sizes, start=start), drawn, repeats=True)
@@ -96,7 +107,7 @@ class Orders:
 
     def drawn(self, seed: int, number: int) -> str:
         """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""
-        return self._last[1].digest if self._last is not None and self._last[0] == (seed, number) else ""
+        return self._last[1].digest if self._last is not None and self._last[0][:2] == (seed, number) else ""
 
     def forget(self) -> None:
         """Draw the indices of the next epoch anew: the script may have changed the sampler since ``len()``, say."""
@@ -111,13 +122,30 @@ class Orders:
         states = [generator.get_state() for generator, _ in self._generators]
         try:
             with generators_restored():
-                seed_generators(derived_seed("sampler", seed, number))
-                for generator, initial in self._generators:
-                    generator.manual_seed(derived_seed("sampler", seed, number, initial) >> 1)
-                yield from sampler
+                yield from self._of_all_ranks(sampler, seed, number)
         finally:
             for (generator, _), state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
+
+    def _of_all_ranks(self, sampler: Iterable[Any], seed: int, number: int) -> Iterator[Any]:
+        """Return an iterator over the sampler's indices; if it yields those of one rank, over the indices of all.
+
+        These stand where the loader gives each rank what its sampler yields.
+        """
+        replicas = replicas_of(sampler)
+        if not replicas:
+            self._seed(seed, number)
+            return iter(sampler)
+        parts = []
+        for replica in replicas:
+            self._seed(seed, number)  # for each: on the ranks, all would draw the same numbers
+            parts.append(list(islice(replica, max(self._most, self._length) + 1)))
+        return (index for indices in zip_longest(*parts) for index in indices if index is not None)
+
+    def _seed(self, seed: int, number: int) -> None:
+        seed_generators(derived_seed("sampler", seed, number))
+        for generator, initial in self._generators:
+            generator.manual_seed(derived_seed("sampler", seed, number, initial) >> 1)
 
     def _indices(self, drawn: Iterator[Any]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
         """Return the indices that a sampler has drawn, and no sizes.
@@ -170,6 +198,23 @@ class _Drawn(NamedTuple):
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these positions: see ``Order``."""
         return self.indices[positions]
+
+
+def replicas_of(sampler: Any) -> list[Any]:
+    """Return the samplers of all ranks for one that yields the indices of its rank only; none for any other.
+
+    Such a sampler has the attributes ``num_replicas`` and ``rank``, as ``DistributedSampler`` and its subclasses.
+    """
+    if not {"num_replicas", "rank"} <= getattr(sampler, "__dict__", {}).keys():
+        return []
+
+    def replica(rank: int) -> Any:
+        other = copy.copy(sampler)
+        other.rank = rank
+        return other
+
+    # The script's own is among them: it may count its epochs itself.
+    return [sampler if rank == sampler.rank else replica(rank) for rank in range(sampler.num_replicas)]
 
 
 def _nested(sampler: Any) -> Iterator[Any]:

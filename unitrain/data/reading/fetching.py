@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
 
+from unitrain.data.reading.fingerprint import sample_digest
 from unitrain.data.reading.known_datasets import collated_rows, draws_nothing, is_default_collate
 from unitrain.data.reading.seeded_reads import SeededReads
 from unitrain.rng import generators_restored, seed_generators
@@ -24,6 +25,8 @@ class Request(NamedTuple):
     samples: list[int]
     seeds: list[int] | None
     """A seed for each sample; None leaves the generators alone."""
+    compared: bool = False
+    """Whether digests of the samples are wanted, and no batch."""
 
 
 class BatchReader(Dataset[Any]):
@@ -45,6 +48,8 @@ class BatchReader(Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, request: Request) -> Any:
+        if request.compared:
+            return self._digests(request)
         # torch's own collate function stacks rows, so that reading them at once has the same result.
         if is_default_collate(self._collate):
             batch = collated_rows(self._dataset, request.samples)
@@ -64,6 +69,24 @@ class BatchReader(Dataset[Any]):
             if may_draw:
                 seed_generators(seeds[0] ^ _COLLATING)
             return collate(samples)
+
+    def _digests(self, request: Request) -> list[tuple[int, int]]:
+        """Return each sample's index and digest; nothing if they can't be read, or are others when read again.
+
+        So they are if the dataset draws from a generator that nobody seeds.
+        """
+        assert request.seeds is not None
+
+        def read() -> list[tuple[int, int]]:
+            samples = SeededReads().read(self._dataset, request.samples, request.seeds or [])
+            return [(index, sample_digest(sample)) for index, sample in zip(request.samples, samples, strict=True)]
+
+        with generators_restored():
+            try:
+                digests = read()
+                return digests if draws_nothing(self._dataset) or read() == digests else []
+            except Exception:  # the script's: it is raised where the sample is read for a batch
+                return []
 
     def _read(self, samples: list[int]) -> list[Any]:
         """Read samples as torch's DataLoader does: in one call, if the dataset has ``__getitems__``."""

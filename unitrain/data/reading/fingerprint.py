@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
+from unitrain.structure import leaves
 
 # At most about this many rows of a tensor are used, at even distances.
 _ROWS = 4096
@@ -31,11 +31,15 @@ def fingerprint(dataset: Any) -> str:
     return digest.hexdigest() if _add(digest, dataset) else ""
 
 
+def is_declared(dataset: Any) -> bool:
+    """Return whether a dataset defines its fingerprint itself."""
+    return isinstance(getattr(dataset, "fingerprint", None), str)
+
+
 def _add(digest: Any, dataset: Any) -> bool:
     """Add a dataset's content to the digest, and return whether any is known."""
-    declared = getattr(dataset, "fingerprint", None)
-    if isinstance(declared, str):
-        digest.update(declared.encode())
+    if is_declared(dataset):
+        digest.update(dataset.fingerprint.encode())
     elif isinstance(dataset, Subset):
         _add_rows(digest, np.asarray(dataset.indices))
         _add(digest, dataset.dataset)
@@ -71,19 +75,25 @@ def _add_rows(digest: Any, rows: Tensor | Sized) -> None:
 def sample_digest(sample: Any) -> int:
     """Return a digest of a sample as an int: equal for samples with equal tensors, arrays, strings, ints and floats.
 
-    It has 56 bits, so that it fits a tensor of int64 when ranks exchange it. Of other objects, only the class counts.
+    It has 56 bits, so that it fits a tensor of int64 when ranks exchange it. Of other objects, the bytes count if they
+    have ``tobytes``, as images have, or else only the class.
     """
     digest = hashlib.blake2b(digest_size=7)
 
-    def add(value: Any) -> None:
+    for value in leaves(sample):
         if isinstance(value, Tensor) and value.layout == torch.strided and value.dim():
             _add_rows(digest, value)
-        elif isinstance(value, (Tensor, np.ndarray, np.generic, str, bytes, int, float, bool, type(None))):
+        elif isinstance(value, Tensor):
+            digest.update(repr(value.cpu()).encode())  # the device's index is the rank's
+        elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.hasobject:
+            digest.update(f"{value.dtype} {value.shape}".encode())  # an object's bytes are its address
+        elif isinstance(value, (np.generic, str, bytes, int, float, bool, type(None))):
             digest.update(repr(value).encode())
+        elif callable(getattr(value, "tobytes", None)):
+            digest.update(type(value).__name__.encode() + value.tobytes())
         else:
             digest.update(type(value).__name__.encode())
 
-    rebuilt(sample, add)  # to visit every leaf
     return int.from_bytes(digest.digest(), "little")
 
 

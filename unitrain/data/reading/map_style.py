@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice, tee
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, islice, tee
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from unitrain.rng import derived_seed, sample_seeds
 # Number of positions that are looked up at once: one by one, an index costs a hundred times as much.
 _LOOK_UP = 2**15
 _LARGE_BATCH = 2**10
+# Number of samples that the ranks compare, and that each of them reads for it.
+COMPARED = 5
 
 
 class MapStyle:
@@ -35,17 +38,21 @@ class MapStyle:
     def __init__(
         self, dataset: Any, orders: Orders, collate: Collate, *, seeded: bool, settings: dict[str, Any]
     ) -> None:
+        self._dataset = dataset
         self._orders = orders
         self._seeded = seeded
         self._requests = _Requests()
         self._generator = torch.Generator()
-        self._loader: DataLoader[Any] = DataLoader(
+        self._make_loader: Callable[[], DataLoader[Any]] = partial(
+            DataLoader,
             BatchReader(dataset, collate),
             batch_sampler=self._requests,  # type: ignore[arg-type]
             collate_fn=as_is,
             generator=self._generator,
             **settings,
         )
+        self._loader = self._make_loader()
+        self._length = len(dataset)
 
     def plan(self, seed: int, number: int) -> Plan:
         """Return the plan of a whole epoch. It may draw from a sampler: see ``Orders.epoch``."""
@@ -66,23 +73,59 @@ class MapStyle:
         """Return nothing for a loader's state, since its position alone says where to continue."""
         return {}
 
-    def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
+    def batches(
+        self, seed: int, number: int, start: int, step: int, compare: Callable[[Any], None] | None = None
+    ) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on.
+
+        Args:
+            seed: of the run.
+            number: of the epoch.
+            start: number of positions that were consumed before.
+            step: number of steps before.
+            compare: called first, with indices and digests of some samples; see ``BatchReader``. The samples are read
+                where batches are: files that a process opens before it forks its workers would be shared with them.
 
         Raises:
             DataError: a worker died or hangs, or a sampler has no end.
         """
         epoch = self._orders.epoch(seed, number, start)
         labels, micro_batches = tee(epoch.plan)  # the loader reads ahead
-        return zip(labels, self._read(epoch, micro_batches, seed, number), strict=True)
+        coming = requests(epoch, micro_batches, seed if self._seeded else None, number)
+        if compare is not None:
+            coming = chain([_comparison(epoch, seed, number)], coming)
+        batches = self._read(coming, derived_seed("workers", seed, number, epoch.plan.rank))
+        if compare is not None:
+            compare(next(batches))
+        return zip(labels, batches, strict=True)
 
-    def _read(self, epoch: Epoch, micro_batches: Iterator[MicroBatch], seed: int, number: int) -> Iterator[Any]:
-        """Return an iterator over the batches, which the DataLoader requests from its workers ahead."""
+    def _read(self, coming: Iterator[Request], seed: int) -> Iterator[Any]:
+        """Return an iterator over what is requested, which the DataLoader requests from its workers ahead."""
+        if self._loader.persistent_workers and (len(self._dataset) != self._length or _has_epochs(self._dataset)):
+            self._loader = self._make_loader()  # workers with a copy of the dataset from before end with their loader
+        self._length = len(self._dataset)
         # The DataLoader lives for all epochs, so that persistent workers do, and gets each epoch's requests by this.
-        self._requests.coming = requests(epoch, micro_batches, seed if self._seeded else None, number)
+        self._requests.coming = coming
         # What workers draw outside of samples differs between ranks.
-        self._generator.manual_seed(derived_seed("workers", seed, number, epoch.plan.rank) >> 1)
+        self._generator.manual_seed(seed >> 1)
         return with_deaths_explained(self._loader)
+
+
+def _has_epochs(dataset: Any) -> bool:
+    """Return whether a dataset, or one that it wraps, has a method ``set_epoch``, which scripts call in every epoch."""
+    while dataset is not None:
+        if callable(getattr(dataset, "set_epoch", None)):
+            return True
+        dataset = getattr(dataset, "dataset", None)
+    return False
+
+
+def _comparison(epoch: Epoch, seed: int, number: int) -> Request:
+    """Return a request for digests of samples at even distances in what is left of an epoch."""
+    start, end = epoch.plan.start, epoch.plan.end
+    positions = np.unique(np.linspace(start, max(start, end - 1), COMPARED, dtype=np.int64)[: end - start])
+    samples = epoch.order.take(positions)
+    return Request(samples.tolist(), sample_seeds(seed, number, samples), compared=True)
 
 
 class _Requests:

@@ -64,7 +64,8 @@ def make_source(
     if given.shards is not None:
         raise ConfigError("shards is for sharded iterable datasets only: others are the same on any number of ranks.")
     sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
-    orders = Orders(plan, shuffle=given.shuffle, sampler=sampler, most=max(_MOST_INDICES, 16 * len(dataset)))
+    most = max(_MOST_INDICES, 16 * len(dataset))
+    orders = Orders(plan, lambda: given.samples, shuffle=given.shuffle, sampler=sampler, most=most)
     source = MapStyle(dataset, orders, collate, seeded=given.sample_seeding, settings=settings)
     _check_batches(source.plan(config.seed, 0), given)
     return source

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
+import psutil
 import torch
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from unitrain.config import StrategyConfig
@@ -20,6 +26,14 @@ from unitrain.process import end_with_parent, usable_cores
 T = TypeVar("T")
 
 _SIGNAL_WAIT_S = 2.0
+_CHECK_S = 0.5
+_DEATH = "DataLoader worker (pid"
+_STOPPED = (
+    "worker {} was stopped (SIGSTOP), by a person, a debugger or a scheduler. Let it continue within the loader's "
+    "timeout (kill -CONT), or pass a larger timeout=."
+)
+_timeouts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # of the loaders of workers
+_seen_stopped: set[int] = set()  # workers, by their ids, that were stopped
 
 
 def with_defaults(
@@ -74,10 +88,66 @@ def _ignore(number: int, frame: object) -> None:
     """Do nothing. Unlike SIG_IGN, this is not inherited by programs that a worker starts."""
 
 
-def _kill_on_terminate(batches: Iterator[Any]) -> None:
-    """Make torch kill workers that don't end by themselves, instead of terminating them: they ignore SIGTERM."""
+def _watch(batches: Any, timeout_s: float) -> None:
+    """Have torch end workers that it no longer needs without an error, and explain how others have ended."""
     for worker in getattr(batches, "_workers", ()):
-        worker._popen.terminate = worker._popen.kill
+        worker._popen.terminate = partial(_end, id(batches), worker._popen)
+        _timeouts[worker] = timeout_s
+    handler = signal.getsignal(signal.SIGCHLD)  # torch's, once there are workers
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and callable(handler) and not isinstance(handler, _ChildHandler) and _timeouts:
+        signal.signal(signal.SIGCHLD, _ChildHandler(handler))
+
+
+def _end(batches: int, popen: Any) -> None:
+    """Kill a worker, which ignores SIGTERM. In place of ``terminate``, which also Python's exit calls."""
+    with suppress(ValueError):  # torch has forgotten them already
+        _remove_worker_pids(batches)  # else their end is an error, which is printed after the run's own end
+    popen.kill()
+
+
+class _ChildHandler:
+    """The handler of SIGCHLD: has torch's raise its error with a remedy, wherever the main thread is.
+
+    A worker may also have been stopped. Then ``next`` may wait where no timeout counts, in the middle of a message.
+    """
+
+    def __init__(self, previous: Callable[[int, Any], Any]) -> None:
+        self._previous = previous
+
+    def __call__(self, number: int, frame: Any) -> None:
+        for worker in _stopped(_timeouts):
+            if _timeouts[worker] and worker.pid not in _seen_stopped:
+                _seen_stopped.add(worker.pid)
+                threading.Thread(target=_end_stopped, args=(worker, _timeouts[worker]), daemon=True).start()
+        try:
+            self._previous(number, frame)
+        except RuntimeError as error:
+            if not str(error).startswith(_DEATH):
+                raise
+            raise DataError(_explained(str(error))) from error
+
+
+def _end_stopped(worker: Any, timeout_s: float) -> None:
+    """Kill a worker that stays stopped longer than the loader's timeout."""
+    waited_s = 0.0  # not by a clock: while this process is suspended, too, it does not wait
+    while _stopped([worker]):
+        if waited_s >= timeout_s:
+            worker.kill()
+            return
+        time.sleep(_CHECK_S)
+        waited_s += _CHECK_S
+    _seen_stopped.discard(worker.pid)
+
+
+def _stopped(workers: Iterable[Any]) -> list[Any]:
+    """Return those workers that are stopped."""
+    stopped = []
+    for worker in list(workers):
+        with suppress(psutil.Error, ValueError):  # it has ended
+            if psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED:
+                stopped.append(worker)
+    return stopped
 
 
 def default_workers(dataset: Any, device: torch.device, local_world_size: int, most: int) -> int:
@@ -112,24 +182,27 @@ def with_deaths_explained(loader: DataLoader[T]) -> Iterator[T]:
         DataError: a worker died, or returned no batch within the timeout.
     """
     batches = iter(loader)
-    _kill_on_terminate(batches)
+    _watch(batches, loader.timeout)
     while True:
         try:
             batch = next(batches)
         except StopIteration:
             return
         except (RuntimeError, ConnectionError, EOFError) as error:
-            reason = _death(error, loader)
+            reason = _death(error, loader, getattr(batches, "_workers", ()))
             if reason is None:
                 raise
             raise DataError(reason) from error
         yield batch
 
 
-def _death(error: Exception, loader: DataLoader[Any]) -> str | None:
+def _death(error: Exception, loader: DataLoader[Any], workers: Iterable[Any]) -> str | None:
     """Return a message for an error of a DataLoader about its workers; None for an exception of the dataset."""
     message = str(error)
     if message.startswith("DataLoader timed out"):
+        stopped = ", ".join(str(worker.pid) for worker in _stopped(workers))
+        if stopped:
+            return f"the loader's workers returned no batch for {loader.timeout:g} s: {_STOPPED.format(stopped)}"
         return (
             f"the loader's workers returned no batch for {loader.timeout:g} s: a worker hangs, or a batch takes "
             "longer than that. If it does, pass a larger timeout=. Otherwise find out what the dataset waits for."
@@ -138,12 +211,17 @@ def _death(error: Exception, loader: DataLoader[Any]) -> str | None:
         return None
     if not isinstance(error, RuntimeError):  # the connection to a worker that was killed while it sent a batch
         message = f"a DataLoader worker died: {message}"
-        try:
-            time.sleep(_SIGNAL_WAIT_S)  # until SIGCHLD, whose handler raises, here or wherever it finds the process
-        except RuntimeError as death:
-            message = str(death)
-    elif not message.startswith("DataLoader worker (pid"):
+        time.sleep(_SIGNAL_WAIT_S)  # until SIGCHLD, whose handler raises, here or wherever it finds the process
+    elif not message.startswith(_DEATH):
         return None
+    return _explained(message)
+
+
+def _explained(message: str) -> str:
+    """Return torch's message for the death of a worker, with a remedy."""
+    pid = re.search(r"\d+", message)
+    if pid and int(pid[0]) in _seen_stopped and "signal" in message:
+        return f"the loader's workers did not go on within its timeout: {_STOPPED.format(pid[0])}"
     return (
         f"{message.rstrip('. ')}. The usual reason for a killed worker is that the host or /dev/shm ran out of memory: "
         "use fewer workers, smaller batches or a larger /dev/shm."

@@ -11,29 +11,42 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 from uuid import uuid4
+
+from pydantic import BaseModel, Field
 
 from unitrain.checkpoint.checkpoint import Checkpoint
 from unitrain.checkpoint.hooks import Candidate, CheckpointHook
 from unitrain.checkpoint.sharded.saving import NOTE, Portion, awaited_note, first_reason, write_shards
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.located import DamagedError
-from unitrain.checkpoint.store.store import folder_name
+from unitrain.checkpoint.store.located import DamagedError, store_at
+from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Background
 from unitrain.communication.communicator import Communicator
-from unitrain.data.structure import tensors
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.features.memory_copies import Settings
 from unitrain.process import print_stderr
+from unitrain.structure import tensors
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.state_parts import FEATURE
 
-from .memory_store import MemoryStore
+from .memory_store import MemoryStore, folder_of
 from .neighbour import Neighbour
 
 _ID = "run.json"
+
+
+class _Identity(BaseModel):
+    """Which run a folder has: the content of a file beside its checkpoints."""
+
+    run: str
+    life: Annotated[int, Field(ge=0)]  # the number of the last start
+    location: str = ""  # of the folder in that start
+    memory: str | None = None  # the setting ``memory_copies.folder`` in that start
+
+
 _SHARE = 0.01  # of the time, which copies may take
 _AT_FIRST = 10  # steps between the first copy and the second, when the cost of one is known
 _PART_OF_ROOM = 4
@@ -74,6 +87,7 @@ class MemoryCopies(StepHook, CheckpointHook):
         self._settings = sockets.config.model_dump(mode="json")
         self._run = ""
         self._life = 0  # which start of the run this is
+        self._left: tuple[str, str | None] | None = None  # location and setting of the last start, if they have changed
         self._next = self._steps = 1 if self._every == "auto" else int(self._every)
         self._last: tuple[int, float] | None = None  # the step of the last copy, and when it was made
         self._cost_s = 0.0  # what that took
@@ -94,21 +108,22 @@ class MemoryCopies(StepHook, CheckpointHook):
     def _begin(self) -> None:
         """Record in the run's folder that this start of the run writes from now on. Collective."""
         if self._every != 0:
-            self._run, self._life = self._ranks.on_main(self._draw)
+            self._run, self._life, self._left = self._ranks.on_main(self._draw)
 
-    def _draw(self) -> tuple[str, int]:
-        run, life = self._known() or (uuid4().hex if self.active else "", 0)
+    def _draw(self) -> tuple[str, int, tuple[str, str | None] | None]:
+        last = _identity(self._folder.store)
+        run, life = (last.run, last.life + 1) if last else (uuid4().hex, 1) if self.active else ("", 0)
+        now = self._folder.store.location, Settings.of(self._sockets.config).memory_copies.folder
         if run:
-            with self._folder.store.explained(f"{self._folder.store.shown(_ID)} can't be written"):
-                self._folder.store.put(_ID, json.dumps({"run": run, "life": life + 1}).encode())
-        return run, life + 1 if run else 0
-
-    def _known(self) -> tuple[str, int] | None:
-        """Return the identity of the folder's run, and the number of its last start."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            content = json.loads(self._folder.store.get(_ID))
-            return str(content["run"]), int(content["life"])
-        return None
+            identity = _Identity(run=run, life=life, location=now[0], memory=now[1])
+            self._folder.put(_ID, identity.model_dump_json().encode())
+        left = (last.location, last.memory) if last and last.location else now
+        # The run's folder may have been copied, and not moved: then the copies in memory are of the other run.
+        if left[0] != now[0]:
+            with suppress(CheckpointError):
+                other = _identity(store_at(left[0]))
+                left = now if other and other.run == run else left
+        return run, life, None if left == now else left
 
     def discarded(self) -> None:
         """Let nothing that is in memory come back: a new run begins. Collective."""
@@ -140,7 +155,8 @@ class MemoryCopies(StepHook, CheckpointHook):
             return []  # a script that goes back goes to what it has saved
 
         def look() -> tuple[str, int, int]:
-            run, _ = self._known() or ("", 0)
+            identity = _identity(self._folder.store)
+            run = identity.run if identity else ""
             newest, life = next(iter(self._folder.steps()), None), 0
             if newest is None:
                 return run, 0, -1
@@ -149,9 +165,12 @@ class MemoryCopies(StepHook, CheckpointHook):
             return run, life, newest
 
         run, life, step = self._ranks.on_main(look)
-        if not run or self._meet().why:
+        store = self._meet()
+        if not run or store.why:
             return []
-        return self._meet().recall(run, (life, step), self._settings)
+        if self._left is not None and store.leads:
+            store.take_over(folder_of(*self._left))
+        return store.recall(run, (life, step), self._settings)
 
     def _meet(self) -> MemoryStore:
         if self._store is None:
@@ -311,6 +330,13 @@ class MemoryCopies(StepHook, CheckpointHook):
             self._sockets.ways_back.remove(self)
         if self._background is not None:
             self._background.close(wait=False)
+
+
+def _identity(store: Store) -> _Identity | None:
+    """Return the identity of the run in a store; None if there is none that can be read."""
+    with suppress(OSError, ValueError):
+        return _Identity.model_validate_json(store.get(_ID))
+    return None
 
 
 def steps_between(ratio: float) -> int:

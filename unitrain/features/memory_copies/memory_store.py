@@ -17,26 +17,41 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import psutil
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unitrain.checkpoint.hooks import Candidate
 from unitrain.checkpoint.sharded.dcp import METADATA
 from unitrain.checkpoint.sharded.saving import NOTE, first_reason, joined_files
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
-from unitrain.checkpoint.store.located import DamagedError, Located, locate
+from unitrain.checkpoint.store.located import Described, FileName, Located, locate, shown_error
 from unitrain.checkpoint.store.store import FOLDER
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import broadcast_tensors
-from unitrain.errors import CheckpointError
+from unitrain.errors import listed
 from unitrain.process import print_stderr
 
 _NOTE = re.compile(r"rank-(\d+)\.json")
 _SHM, _CGROUPS = Path("/dev/shm"), Path("/sys/fs/cgroup")
 _MOST_SETS = 2
+
+
+class Written(BaseModel):
+    """The content of a note, which a rank has put beside its files of a copy."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
+
+    run: str
+    step: Annotated[int, Field(ge=0)]
+    saved: int | None
+    writers: Annotated[int, Field(ge=1)]
+    about: dict[str, Any]
+    files: dict[FileName, Described]
+    layout: dict[str, Any]
 
 
 class Note(NamedTuple):
@@ -152,6 +167,19 @@ class MemoryStore:
                     room.append(int((group / "memory.max").read_text()) - int(used["anon"]) - int(used["shmem"]))
         return min(room)
 
+    def take_over(self, folder: Path) -> None:
+        """Move the copies that the run has kept in another folder of this host here, or say why they are not used."""
+        if folder.is_dir():
+            try:
+                os.rename(folder, self.disk.root)
+                self.make()
+            except OSError as error:
+                print_stderr(
+                    f"unitrain: the copies in memory in {folder} are not used: memory_copies.folder, or the place of "
+                    f"the run's folder, was another one, and they can't be moved to {self.disk.root} "
+                    f"({error.strerror or error})."
+                )
+
     def keep_only(self, *copies: str) -> None:
         """Remove other copies from this host."""
         for name in self.disk.list():
@@ -175,12 +203,13 @@ class MemoryStore:
         for copy in sorted(copies, key=_newness, reverse=True)[:_MOST_SETS]:
             parts, (life, step) = copies[copy], _newness(copy)
             note = next(iter(parts.values())).note
-            if set(parts) != set(range(note.writers)) or life < after[0] or step <= after[1]:
+            if life < after[0] or step <= after[1]:
                 continue
-            if note.saved is not None and note.saved > after[1]:
-                continue  # newer checkpoints were removed from the folder, so this is of a run that was given up
-            located = self._completed(copy, parts)
-            if located is not None:
+            if set(parts) != set(range(note.writers)):
+                self._skip(copy, f"of {note.writers} parts, there are those of rank {listed(sorted(parts))} only")
+            elif note.saved is not None and note.saved > after[1]:  # it is of a run that was given up
+                self._skip(copy, f"the checkpoint of step {note.saved}, which it follows, was removed")
+            elif (located := self._completed(copy, parts)) is not None:
                 names = dict.fromkeys(self.host[holder] for part in parts.values() for holder in part.holders)
                 candidates.append(Candidate(located, f"in the memory of {' and '.join(names)}"))
         return candidates
@@ -203,20 +232,33 @@ class MemoryStore:
         return copies
 
     def _notes(self, run: str, settings: dict[str, Any]) -> Iterator[Note]:
-        """Yield the notes on this host of a run, if their files are there."""
+        """Yield the notes on this host of a run, if their files are there; say of others why they are not used."""
+        others: set[str] = set()
         for copy in filter(FOLDER.fullmatch, self.disk.list()):
             for name in filter(_NOTE.fullmatch, self.disk.list(copy)):
-                # Anyone may have put another file here: it is no note.
-                with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                try:
                     content = self.disk.get(f"{copy}/{name}")
-                    note = json.loads(content)
-                    about, files = note["about"], {file: int(entry["size"]) for file, entry in note["files"].items()}
-                    if note["run"] != run or any(self.disk.size(f"{copy}/{file}") != files[file] for file in files):
-                        continue
-                    same_job = about["strategy"] == settings and about["world_size"] == self._ranks.world_size
+                    note = Written.model_validate_json(content)
+                    files = {file: described.size for file, described in note.files.items()}
+                    wrong = [file for file in files if self.disk.size(f"{copy}/{file}") != files[file]]
+                    why = f"{wrong[0]} has another size" if wrong else ""
+                except (OSError, ValidationError) as error:
+                    why = shown_error(error) if isinstance(error, ValidationError) else str(error)
+                if why:
+                    print_stderr(f"unitrain: skipping a part of a copy in memory: {self.disk}/{copy}/{name}: {why}")
+                elif note.run != run:
+                    others.add(copy)
+                else:
+                    about = note.about.get("strategy"), note.about.get("world_size")
                     digest, rank = hashlib.sha256(content).hexdigest(), int(_NOTE.sub(r"\1", name))
                     files[name] = len(content)
-                    yield Note(copy, rank, digest, note["saved"], int(note["writers"]), same_job, files)
+                    same_job = about == (settings, self._ranks.world_size)
+                    yield Note(copy, rank, digest, note.saved, note.writers, same_job, files)
+        if others:
+            print_stderr(
+                f"unitrain: {self.disk} has copies of another run in memory, up to {max(others, key=_newness)}. They "
+                "are not used: the run's folder was emptied, or made again, since then."
+            )
 
     def _completed(self, copy: str, parts: dict[int, Part]) -> Located | None:
         """Give each host the files that it needs, and complete the checkpoint on rank 0's. Collective."""
@@ -237,10 +279,14 @@ class MemoryStore:
             whys.append(self._send(f"{copy}/{METADATA}", metadata, 0, set(self.leader) - {0}))
         why = first_reason(ranks, *whys)
         if why or metadata is None:
-            if ranks.is_main and why:
-                print_stderr(f"unitrain: skipping the copy {copy} in memory: {why}")
+            if why:
+                self._skip(copy, why)
             return None
         return locate(self.disk, copy) if ranks.is_main else None
+
+    def _skip(self, copy: str, why: str) -> None:
+        if self._ranks.is_main:
+            print_stderr(f"unitrain: skipping the copy {copy} in memory: {why}")
 
     def _complete(self, copy: str, writers: int) -> int | None:
         """Write the metadata and the manifest, and return the size of the metadata; None if that is not possible."""
@@ -250,8 +296,8 @@ class MemoryStore:
             files = joined_files(draft, notes)
             draft.complete(notes[0]["step"], notes[0]["about"], files)
             locate(self.disk, copy)
-        except (OSError, CheckpointError, DamagedError) as error:
-            print_stderr(f"unitrain: skipping the copy {copy} in memory: {error}")
+        except Exception as error:  # notes that are not as they were written end in many kinds of exceptions
+            self._skip(copy, f"{type(error).__name__}: {error}")
             return None
         return int(files[METADATA]["size"]) if METADATA in files else 0
 

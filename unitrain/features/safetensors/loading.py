@@ -33,7 +33,9 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 INDEX = ".safetensors.index.json"
+_PREFIXES = ("module.", "_orig_mod.")  # of DDP and DataParallel, and of torch.compile
 _LARGEST_HEADER = 10**8  # bytes, as in the library safetensors
+_OF_TORCH = (b"PK\x03\x04", b"\x80\x02")  # an archive, or the pickle of a torch before 1.6
 _BEGINNING = 2**20  # bytes, in which most headers fit: one request for each file
 _REQUEST = 2**25  # bytes: a request takes as long as a few MB
 
@@ -142,7 +144,16 @@ def _targets(module: nn.Module, saved: Mapping[str, Form], path: str | Path) -> 
             targets[name] = tensor
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckpointError(f"{path} has weights of another model: {'; '.join(wrong[:3])}{more}. Nothing was loaded.")
+        remedy = "Pass the file of this model, or build the model that the file is of."
+        prefix = next((prefix for prefix in _PREFIXES if saved and all(name.startswith(prefix) for name in saved)), "")
+        if prefix and not any(name.startswith(prefix) for name in state):
+            remedy = (
+                f"Its names begin with {prefix!r}, as those of a model in a wrapper do: save the weights again without "
+                f"it, as {{name.removeprefix({prefix!r}): tensor for name, tensor in weights.items()}}."
+            )
+        raise CheckpointError(
+            f"{path} has weights of another model: {'; '.join(wrong[:3])}{more}. {remedy} Nothing was loaded."
+        )
     return targets
 
 
@@ -225,6 +236,11 @@ class WeightFiles:
             size = self.store.size(file)
         beginning = self._bytes(file, 0, min(size, _BEGINNING))
         self.digests.append(hashlib.sha256(f"{size} ".encode() + beginning).hexdigest())
+        if beginning.startswith(_OF_TORCH):
+            raise CheckpointError(
+                f"{shown} is a file of torch.save, and not of safetensors. Load it into the model before prepare(): "
+                "model.load_state_dict(strategy.load(path))."
+            )
         try:
             end = 8 + int.from_bytes(beginning[:8], "little")
             if end > 8 + _LARGEST_HEADER:

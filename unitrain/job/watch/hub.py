@@ -90,6 +90,7 @@ class Hub:
         self._requests: list[BoundaryRequest] = []  # the first is being agreed on, or acted on
         self._boundaries: dict[int, int] = {}
         self._settled: set[int] = set()
+        self._ends: dict[int, str] = {}  # what ranks that are about to exit have said
         self._noticed = False  # a wait that still lasts
         self._calls: dict[int, messages.Call] = {}  # of the ranks that have reached their next call
         self.verdict: Verdict | None = None
@@ -115,6 +116,8 @@ class Hub:
                 self._decide_on_wait(rank, text)
             case messages.Failed(text=text, on_all_ranks=on_all_ranks):
                 self._decide(rank, f": {text}", on_all_ranks=on_all_ranks)
+            case messages.Exits(text=text):
+                self._ends[rank] = text
             case messages.Ask():
                 self._send(rank, messages.Answer(self._describe_others(rank)))
             case messages.Call():
@@ -129,14 +132,18 @@ class Hub:
                     # No rank has passed the boundary that it reported, so all can still stop at the furthest of them.
                     self._send(None, messages.Stop(max(self._boundaries.values()), self._requests[0]))
             case messages.Settled():
-                self._settled.add(rank)
-                if len(self._settled) == len(self._members):
-                    self._requests.pop(0)
-                    # Another request, such as a second signal, may have come meanwhile.
-                    if self._requests:
-                        self._hold()
+                self._settle(rank)
             case messages.Leave():
                 self._remove(rank)
+
+    def _settle(self, rank: int) -> None:
+        """Record that a rank has acted on a request."""
+        self._settled.add(rank)
+        if len(self._settled) == len(self._members):
+            self._requests.pop(0)
+            # Another request, such as a second signal, may have come meanwhile.
+            if self._requests:
+                self._hold()
 
     def _take_heartbeat(self, rank: int, heartbeat: messages.Heartbeat) -> None:
         """Record a heartbeat, and whether its rank waits for others."""
@@ -177,7 +184,7 @@ class Hub:
         """Process the end of a rank's connection."""
         if rank in self._present:
             self._remove(rank)
-            self._decide(rank, f" {SILENT_END}")
+            self._decide(rank, f" {self._ends.get(rank, SILENT_END)}")
 
     def check(self, now: float) -> None:
         """Check for stalled ranks, and for waits that exceed the timeout."""

@@ -64,6 +64,13 @@ class Failed(NamedTuple):
     """Whether all ranks have the same error: a wrong setting, say."""
 
 
+class Exits(NamedTuple):
+    """From a process: it is about to exit. This counts if the others have not done so by then."""
+
+    text: str
+    """Why, in words that follow its name."""
+
+
 class Ask(NamedTuple):
     """From a process: a question, where the ranks are that it waits for."""
 
@@ -139,7 +146,7 @@ class Notice(NamedTuple):
 
 
 Message = (
-    Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | NextBoundary
+    Heartbeat | HubHeartbeat | Failed | Exits | Ask | Answer | Call | CallsAgree | RequestStop | Hold | NextBoundary
     | Stop | Settled | Leave | Verdict | Notice
 )  # fmt: skip
 

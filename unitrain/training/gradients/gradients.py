@@ -47,7 +47,7 @@ class _Bucket:
         self.wire: Tensor | None = None
         self.wait: Wait | None = None
 
-    def launch(self, collectives: Collectives, wire_dtype: torch.dtype | None) -> None:
+    def launch(self, collectives: Collectives, wire_dtype: torch.dtype | None, divisor: int) -> None:
         """Start to reduce the bucket, with zeros for missing gradients. From then on, each ``grad`` is a view of it."""
         self.launched = True
         self.locally_unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
@@ -63,6 +63,8 @@ class _Bucket:
             torch._foreach_copy_(views, gradients)
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
+        if divisor != 1:
+            self.real.div_(divisor)
         self.wire = self.real.to(collectives.device, wire_dtype)
         self.wait = collectives.all_reduce_async(self.wire, "sum", self.name)
 
@@ -93,11 +95,12 @@ class GradientReducer:
         name: prefix of the buckets' names, the same on all ranks.
         bucket_mb: size in MiB at which a bucket is complete.
         wire_dtype: reduce in this dtype (lossy) instead of the gradients' own.
-        overlap: reduce buckets while backward runs. If backward runs other collectives (BatchNorm's), ranks that use
-            different parameters would call them in different orders.
+        divisor: divides the sums.
 
     Attributes:
         parameters: as the argument.
+        overlap: whether buckets are reduced while backward runs. If backward runs other collectives (BatchNorm's, or
+            other buckets), ranks that use different parameters would call them in different orders.
     """
 
     def __init__(
@@ -109,12 +112,13 @@ class GradientReducer:
         name: str,
         bucket_mb: float = 25.0,
         wire_dtype: torch.dtype | None = None,
-        overlap: bool = True,
+        divisor: int = 1,
     ) -> None:
         self._collectives = collectives
         self._armed = armed
         self._wire_dtype = wire_dtype
-        self._overlap = overlap
+        self._divisor = divisor
+        self.overlap: bool = True
         # Of 25 MiB by default, as DDP's: smaller ones cost calls, larger ones are complete later.
         self._buckets = [
             _Bucket(group, f"{name}.{i}") for i, group in enumerate(_group(parameters, int(bucket_mb * 2**20)))
@@ -146,14 +150,14 @@ class GradientReducer:
                 )
             bucket.missing -= 1
             # In the same order on every rank: libraries without names match collectives by their order.
-            while self._overlap and self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            while self.overlap and self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
                 self._launch_next()
 
         return gradient_is_ready
 
     def _launch_next(self) -> None:
         with torch.no_grad():
-            self._buckets[self._next].launch(self._collectives, self._wire_dtype)
+            self._buckets[self._next].launch(self._collectives, self._wire_dtype, self._divisor)
         self._next += 1
 
     def start(self) -> None:

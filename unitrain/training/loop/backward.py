@@ -27,7 +27,8 @@ _CAUSES = {
     "storage of size 0": (
         "the backward needs weights that a sharded model has freed. If the loss has a gradient of the model in it "
         "(torch.autograd.grad with create_graph=True, as gradient penalties do), keep them until the step: set "
-        "fsdp.reshard_after_backward to false."
+        "fsdp.reshard_after_backward to false. If a layer keeps tensors that the loss uses without returning them, "
+        "keep the weights from the forward on: set fsdp.reshard_after_forward to false."
     ),
     "donated buffers": (
         "several losses with accumulate go backward one after the other, but torch.compile frees what they share: set "

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from unitrain import call_site
 from unitrain.communication.communicator import Communicator
+from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.reading.fingerprint import fingerprint, sample_digest
 from unitrain.errors import UsageError
 from unitrain.rng import generators_restored, seed_generators
@@ -160,8 +161,12 @@ class ScriptChecks:
         # On rank 0 alone, without a collective: scripts make such mistakes on all ranks.
         self.next_look: int = 0 if communicator.is_main else sys.maxsize
 
-    def before_backward(self, losses: Losses) -> None:
+    def before_backward(self, losses: Losses, micro_batch: MicroBatch | None) -> None:
         """Refuse a backward after ``close``, and look at the losses of some steps.
+
+        Args:
+            losses: the losses.
+            micro_batch: the micro-batch that they are of; None without a loader.
 
         Raises:
             UsageError: the strategy is closed: its collectives would never return.
@@ -169,7 +174,7 @@ class ScriptChecks:
         if self.next_look < 0:
             raise UsageError("backward() was called after strategy.close().")
         for loss in losses.each:
-            self._losses.look(loss, self._pulse.step, weighted=bool(losses.weights))
+            self._losses.look(loss, self._pulse.step, weighted=bool(losses.weights), micro_batch=micro_batch)
         self.next_look = self._losses.next_step
 
     def no_gradients(self, name: str) -> None:

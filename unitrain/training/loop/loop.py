@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from weakref import ref
 
 import torch
+from torch import nn
 
 from unitrain.data.loop import Batches, Iteration, optimizer_steps
 from unitrain.data.order.sharding import MicroBatch
@@ -25,6 +28,7 @@ class TrainingLoop:
 
     Attributes:
         evaluating: whether an evaluation is in progress.
+        epoch_asked: whether the script has asked a loader for its epoch.
     """
 
     def __init__(
@@ -38,8 +42,12 @@ class TrainingLoop:
         self._optimizer_steps = optimizer_steps()
         self._evaluations: list[Iteration] = []  # in progress
         self._latest: Iteration | None = None  # has yielded the last batch
+        # By the line that made a loader, and the order: which loader has trained which models last, and until which
+        # step of all optimizers.
+        self._orders: dict[tuple[str, tuple[int, int] | None], tuple[object, list[ref[nn.Module]], int]] = {}
         self.shares: tuple[int, ...] = prepared.shares
         self.evaluating: bool = False
+        self.epoch_asked: bool = False
 
     def begin(self, iteration: Iteration, batches: Batches) -> Batches:
         """Record that an iteration begins. Return its batches, measured by hooks if they are trained on."""
@@ -69,7 +77,7 @@ class TrainingLoop:
         if self.is_training():
             self._reach_boundary()
 
-    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
+    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration, batch: Any) -> bool:
         """Record the next batch of an iteration: all before it have been used. Return whether this rank is to get it.
 
         Raises:
@@ -84,7 +92,7 @@ class TrainingLoop:
             return False
         self._latest = iteration
         if training:
-            self._batches.take(micro_batch, iteration)
+            self._batches.take(micro_batch, iteration, batch)
             if not micro_batch.count:
                 # Hooks only where the data need them: every forward would pay for them.
                 batch_norm.ignore_stand_ins(self._prepared, self._batches.current_batch)
@@ -122,11 +130,28 @@ class TrainingLoop:
 
     def leave(self, iteration: Iteration) -> bool:
         """Record that an iteration is left before its end. Return whether it counts, since it was trained on."""
+        self._batches.release(iteration)
         if iteration.trained:
             return True
         iteration.end_early(self._optimizer_steps.count)
         self.end(iteration, complete=False)
         return iteration.trained
+
+    def repeats(self, iteration: Iteration, made_at: str) -> bool:
+        """Record the order of an iteration that was trained on. Return whether it repeats that of another loader.
+
+        Only if that one had ended before, and with one optimizer and the same models: two loaders may be read side by
+        side, and those of a cross-validation's folds in one order.
+        """
+        steps = self._optimizer_steps.count
+        iteration.end_early(steps)
+        if not iteration.trained or self._step.windows.count > 1:
+            return False
+        key, models = (made_at, iteration.order), [ref(module) for module in self._prepared]
+        current = iteration.loader, models, steps
+        loader, trained, until = self._orders.get(key, current)
+        self._orders[key] = current
+        return loader is not iteration.loader and trained == models and (iteration.began_at or 0) >= until
 
     def gathers(self) -> None:
         """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.

@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,18 +17,19 @@ import torch
 from torch import Tensor
 
 from unitrain import call_site
+from unitrain.data.order.sharding import MicroBatch
 
 _NODES = 16  # that are looked at, from the loss on
 _SMALLEST_SCALE = 1024.0  # of a GradScaler, which has it as a float32 tensor
 # What may stand between a loss and the operation that is looked for; scalings may turn a sum into a mean.
 _UNSCALED = ("AddBackward0", "ToCopyBackward0", "ViewBackward0", "CloneBackward0")
-_PASSED = (*_UNSCALED, "DivBackward0", "MulBackward0")
+_PASSED = (*_UNSCALED, "DivBackward0", "MulBackward0", "NegBackward0", "SubBackward0")
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
 _OF_MEAN, _OF_SUM = 1, 2  # what torch saves for reduction="mean" and "sum"
 
 
 class LossCheck:
-    """Warns once of a loss that was scaled by hand or a GradScaler, is a sum, or is a mean over part of its targets.
+    """Warns once of a loss that was scaled by hand or a GradScaler, is a sum, or is a mean over something but samples.
 
     Attributes:
         next_step: the first step with a loss that is to be looked at.
@@ -37,14 +39,16 @@ class LossCheck:
         self._accumulate = accumulate
         self._world_size = world_size
         self.next_step: int = 0
+        self._means: list[tuple[float, int, int]] = []  # in the last loss: the divisor, and the numbers of samples
 
-    def look(self, loss: Tensor, step: int, *, weighted: bool) -> None:
+    def look(self, loss: Tensor, step: int, *, weighted: bool, micro_batch: MicroBatch | None = None) -> None:
         """Look at one loss.
 
         Args:
             loss: with its graph.
             step: number of steps before it.
             weighted: whether the script gives its weight, which makes up for other sums.
+            micro_batch: the micro-batch that the loss is of, if that is known.
         """
         # Ever more rarely, since a mistake of this kind is there from the first steps on.
         self.next_step = max(self.next_step, 1, 2 * step)
@@ -53,6 +57,8 @@ class LossCheck:
             message = self._leftover(loss)
             if not message and not weighted and (self._world_size > 1 or self._accumulate > 1):
                 message = _sum(loss) or _mean_over_some(loss)
+                if not message and micro_batch is not None and micro_batch.count:
+                    message = self._mean_over_others(loss, micro_batch.count, micro_batch.stop - micro_batch.start)
         if message:
             self.next_step = sys.maxsize
             call_site.warn(message)
@@ -77,6 +83,47 @@ class LossCheck:
         else:
             return ""
         return f"the loss is {scaling} itself. Pass the mean loss of the batch."
+
+    def _mean_over_others(self, loss: Tensor, samples: int, total: int) -> str:
+        """Return a message if a mean in the loss divides by a number that does not follow that of the samples.
+
+        In proportion to the samples, of this rank or of all, it is exact. A mean over parameters divides by a constant.
+        """
+        earlier, self._means = self._means, [(mean, samples, total) for mean in _divisors(loss)]
+        for (past, *past_counts), (mean, *counts) in zip(earlier, self._means, strict=False):
+            whole = self._accumulate == 1 and not past % past_counts[0] and not mean % samples
+            # All ranks may have the same number of pixels or tokens for each sample in a step.
+            shares = zip(past_counts, counts, strict=True)
+            if past == mean or whole or any(math.isclose(past / n, mean / m) for n, m in shares):
+                continue
+            return (
+                f"the loss is a mean over {mean:g} where this rank's batch has {samples} samples, and over {past:g} "
+                f"for {past_counts[0]} earlier: something was left out, masked, or is of unequal size. The mean of "
+                "these is not the mean over the global batch: pass weight= to step or backward, the number that the "
+                "loss is divided by, such as len(targets), mask.sum() or the number of nodes."
+            )
+        return ""
+
+
+def _divisors(loss: Tensor) -> list[float]:
+    """Return the numbers of elements, or the sums, that the last means in a loss's graph divide by."""
+    return [divisor for node in _nodes(loss, _PASSED) if (divisor := _divisor(node))]
+
+
+def _divisor(node: Any) -> float:
+    """Return the number that a mean divides by; 0 for other operations."""
+    name = node.name()
+    if name == "MeanBackward0" or (name == "MeanBackward1" and len(node._saved_dim) == len(node._saved_self_sym_sizes)):
+        return float(node._saved_self_sym_numel)
+    if getattr(node, "_saved_reduction", 0) == _OF_MEAN:
+        return float(node._saved_total_weight if name in _MEANS else node._saved_target.numel())
+    if name not in ("DivBackward0", "DivBackward1"):
+        return 0.0
+    divided, divisor = node.next_functions[0][0], node._saved_other
+    while divided is not None and divided.name() in ("MulBackward0", "NegBackward0"):
+        divided = next((inner for inner, _ in divided.next_functions if inner is not None), None)
+    is_mean = divided is not None and divided.name() in ("SumBackward0", "NansumBackward0")
+    return float(divisor) if is_mean and not (isinstance(divisor, Tensor) and divisor.dim()) else 0.0
 
 
 def _sum(loss: Tensor) -> str:

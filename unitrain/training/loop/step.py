@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import ScriptChecks
 from unitrain.training.loop.judge import Judge, NonFinitePolicy
 from unitrain.training.loop.sockets import Sockets
-from unitrain.training.loop.weights import Losses, LossScale, ScriptLosses, ScriptWeights, Weights
+from unitrain.training.loop.weights import GivenWeights, Losses, LossScale, ScriptLosses, Weights
 from unitrain.training.loop.window import Window, Windows
 from unitrain.training.models.supported import check_scheduler
 
@@ -65,7 +64,6 @@ class TrainingStep:
         self, sockets: Sockets, scaler: torch.amp.GradScaler | None, pass_boundary: Callable[[], None]
     ) -> None:
         ranks, backend, config = sockets.communicator, sockets.backend, sockets.config
-        self._ranks, self._backend, self._prepared = ranks, backend, sockets.prepared
         self._pulse = ranks.collectives.pulse
         self._accumulate = config.accumulate
         self._pass_boundary = pass_boundary
@@ -85,6 +83,7 @@ class TrainingStep:
         self._guard = guard_for(ranks, config.clip_norm, config.clip_value, self._judge.forbids)
         self.check_verdicts()
         self.windows: Windows = Windows(
+            ranks,
             backend,
             sockets.prepared,
             self.hooks,
@@ -92,6 +91,7 @@ class TrainingStep:
             averaged=averaged,
             moves_gradients=self.averaging.unit > 1,
             all_gradients=config.debug,
+            complete=self.averaging.complete,
         )
         for hook in (self.averaging, self._guard, self.checks.direct):
             if hook is not None:
@@ -100,14 +100,14 @@ class TrainingStep:
     # ------------------------------------------------------------------------------- the order of a step, on one page
 
     def _backward(
-        self, loss: ScriptLosses, optimizers: Sequence[Optimizer] | None, sync: bool | None, weight: ScriptWeights
+        self, loss: ScriptLosses, optimizers: Sequence[Optimizer] | None, sync: bool | None, weight: GivenWeights
     ) -> None:
         """Run the first half of a step, for each micro-batch."""
         losses = Losses.of(loss, weight)
         if self._pulse.step >= self.checks.next_look:
-            self.checks.before_backward(losses)
+            self.checks.before_backward(losses, self.batches.micro_batch)
         windows = self.windows.of(optimizers)
-        micro_batch = self.batches.of_backward(weighted=bool(losses.weights))
+        micro_batch = self.batches.of_backward(losses)
         last = self._ends_window(windows[0], micro_batch, sync)
         losses, total, share = self._weights.weigh(losses, micro_batch)  # weigh
         for window in windows:
@@ -124,6 +124,8 @@ class TrainingStep:
         if not window.advance():
             self.expect_next(window)
             return _WITHIN_WINDOW
+        if window.rivals:
+            self.windows.separate([window])
         self.averaging.finish(window)  # average
         gradients = self._guard.gradients(window.parameters)
         if not gradients:
@@ -144,7 +146,7 @@ class TrainingStep:
 
     # --------------------------------------------------------------------------------------------------- its callers
 
-    def step(self, loss: ScriptLosses, optimizer: Optimizer, scheduler: Any, weight: ScriptWeights) -> StepResult:
+    def step(self, loss: ScriptLosses, optimizer: Optimizer, scheduler: Any, weight: GivenWeights) -> StepResult:
         """Run both halves for one optimizer. See ``Strategy.step``.
 
         Raises:
@@ -164,7 +166,7 @@ class TrainingStep:
         optimizers: Sequence[Optimizer] | None,
         *,
         sync: bool | None = None,
-        weight: ScriptWeights = None,
+        weight: GivenWeights = None,
     ) -> None:
         """Run the first half. See ``Strategy.backward``. None means all prepared optimizers."""
         with self.hooks.call("backward"):
@@ -268,21 +270,6 @@ class TrainingStep:
     @global_step.setter
     def global_step(self, number: int) -> None:
         self._pulse.step = number
-
-    def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that were prepared or stepped, in this order on all ranks. Collective."""
-        return self.windows.on_all_ranks(self._ranks)
-
-    def forget_dropped(self) -> None:
-        """Forget the modules and optimizers that the script has dropped, and their parameters. Collective."""
-        gc.collect()  # which torch's wrappers, and optimizers with a scheduler, need to be freed
-        modules, optimizers = self._prepared.on_all_ranks(self._ranks), self.windows.on_all_ranks(self._ranks)
-        kept = {p for module in modules for p in module.parameters()}
-        kept.update(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-        self._prepared.keep(kept)
-        self._backend.keep(kept)
-        for keep in self.hooks.keep:
-            keep(optimizers, kept)
 
     @property
     def within_window(self) -> bool:

@@ -27,6 +27,17 @@ ScriptLosses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """The losses that a script passes."""
 ScriptWeights = Weight | Sequence[Weight] | Mapping[str, Weight] | None
 """Their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfBatch:
+    """The batch that a loss is of, or a list or dict of one for each loss, and the weight that the script gives."""
+
+    batch: Any
+    weight: ScriptWeights
+
+
+GivenWeights = ScriptWeights | OfBatch
 _SAME_LENGTH = 8  # losses, up to which the ranks sum tensors of one length even if they have other numbers of losses
 
 
@@ -38,6 +49,8 @@ class Losses:
     weights: list[Weight]
     """One for each loss, or none. After the weights of several losses comes a checksum of their names or number,
     so that their totals show whether all ranks have the same."""
+    batches: Sequence[Any] = ()
+    """The batch of all losses, or one for each, if the script passes them."""
 
     @classmethod
     def of(cls, loss: Any, weight: Any) -> Losses:
@@ -45,7 +58,7 @@ class Losses:
 
         Args:
             loss: a tensor, or a list or dict of tensors.
-            weight: None, or a weight for each loss, in a container of the same kind.
+            weight: None, or a weight for each loss, in a container of the same kind, perhaps with their batches.
 
         Raises:
             UsageError: a loss can't be trained on, or weights do not match the losses.
@@ -55,6 +68,14 @@ class Losses:
                 return cls([loss], [])
             if isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping)):
                 return cls([checked(loss)], [])
+        if isinstance(weight, OfBatch):
+            of_batch, batch = cls.of(loss, weight.weight), weight.batch
+            of_batch.batches = [batch]
+            if isinstance(loss, Mapping) and isinstance(batch, Mapping) and loss.keys() == batch.keys():
+                of_batch.batches = [batch[name] for name in sorted(loss)]
+            elif isinstance(loss, Sequence) and isinstance(batch, Sequence) and len(loss) == len(batch):
+                of_batch.batches = batch
+            return of_batch
         losses, weights, names = loss, weight, []
         if isinstance(weight, Tensor):
             weights = weight.reshape(-1).unbind()

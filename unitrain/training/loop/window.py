@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -31,7 +32,6 @@ class Window:
 
     Attributes:
         reference: to the optimizer, which is freed when the script drops it.
-        key: its id.
         name: its name in messages and collectives, unique among optimizers, and the same on all ranks.
         evidence: records which losses and gradients are finite.
         total: the sum of the weights of the losses.
@@ -43,10 +43,12 @@ class Window:
         micro_batches: number of those completed by ``update``.
         last: whether the last backward ends the window; None if the current micro-batch had none yet.
         witness: a gradient, its parameter and its version, to notice changes.
+        rivals: windows of optimizers that train some of the same parameters, and these.
+        partners: those of them that share the losses of this window.
+        aside: gradients of shared parameters, while these have gradients of another window.
     """
 
     reference: ref[Optimizer]
-    key: int
     name: str
     evidence: Evidence
     total: Total
@@ -58,6 +60,9 @@ class Window:
     micro_batches: int = 0
     last: bool | None = None
     witness: tuple[Parameter, Tensor, int] | None = None
+    rivals: dict[Window, list[Parameter]] = field(default_factory=dict)
+    partners: set[Window] = field(default_factory=set)
+    aside: dict[Tensor, Tensor | None] = field(default_factory=dict)
 
     def watch(self, groups: int, parameters: list[Parameter], trained: list[Parameter]) -> None:
         """Accumulate for these parameters of the optimizer from now on.
@@ -84,6 +89,8 @@ class Window:
         self.micro_batches = 0
         self.last = None
         self.witness = None
+        if self.rivals:
+            self.aside.clear()
 
     @property
     def is_open(self) -> bool:
@@ -170,6 +177,21 @@ class Window:
                 leaf.grad = part if leaf.grad is None else leaf.grad + part
         self.total.kept.clear()
 
+    @torch.no_grad()
+    def keep(self, parameters: Sequence[Parameter]) -> bool:
+        """Keep copies of these parameters' gradients, unless that was done. Return whether they were of this window."""
+        tensors = {tensor for p in parameters for tensor in (p, self.evidence.leaf(p))} - self.aside.keys()
+        for tensor in tensors:
+            self.aside[tensor] = None if tensor.grad is None else tensor.grad.clone()
+        self.witness = None
+        return bool(tensors)
+
+    def restore(self) -> None:
+        """Give the parameters the gradients that were kept."""
+        for tensor, gradient in self.aside.items():
+            tensor.grad = gradient
+        self.aside.clear()
+
     def remember_gradients(self) -> None:
         """Remember a gradient and its version, to notice changes that the script makes before the step."""
         for p in self.trained or self.parameters:
@@ -233,6 +255,7 @@ class Windows:
 
     def __init__(
         self,
+        communicator: Communicator,
         backend: Backend,
         prepared: PreparedModules,
         hooks: Hooks,
@@ -241,10 +264,12 @@ class Windows:
         averaged: bool,
         moves_gradients: bool,
         all_gradients: bool,
+        complete: Callable[[Window], None],
     ) -> None:
         """Make no window yet.
 
         Args:
+            communicator: of this process.
             backend: knows the leaves of the graph, and drops gradients.
             prepared: the modules whose parameters optimizers may have.
             hooks: are told of new optimizers, and of the parameters that they train.
@@ -252,12 +277,16 @@ class Windows:
             averaged: whether gradients are averaged over the ranks in every step.
             moves_gradients: whether the backend may move gradients of one optimizer in a backward for another.
             all_gradients: keep all gradients as evidence (``debug``).
+            complete: waits until the gradients of a window are averaged, if they are being so.
         """
+        self._communicator = communicator
         self._backend, self._prepared, self._hooks = backend, prepared, hooks
         self._total = total
         self._averaged = averaged
         self._moves_gradients = moves_gradients
         self._all_gradients = all_gradients
+        self._complete = complete
+        self._shares = False  # whether optimizers share parameters
         self._windows: list[Window] = []
         self._of: dict[int, Window] = {}  # by the id of an optimizer that exists
         self._registered = 0  # ever
@@ -271,15 +300,29 @@ class Windows:
         """The optimizers that exist on this rank. Others free one that the script has dropped sooner, or later."""
         return [optimizer for window in self if (optimizer := window.reference()) is not None]
 
-    def on_all_ranks(self, communicator: Communicator) -> list[Optimizer]:
+    def on_all_ranks(self) -> list[Optimizer]:
         """Return the optimizers that no rank has freed, and forget the windows of the others. Collective."""
-        optimizers = present(communicator, [window.reference for window in self])
-        for window, optimizer in zip(self._windows, optimizers, strict=True):
-            if optimizer is None:
-                window.evidence.close()
-        self._windows = [window for window, known in zip(self._windows, optimizers, strict=True) if known is not None]
+        optimizers = present(self._communicator, [window.reference for window in self])
+        gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
+        for window in gone:
+            window.evidence.close()
+            for rival in window.rivals:
+                del rival.rivals[window]
+                rival.partners.discard(window)
+        self._windows = [window for window in self if window not in gone]
         self.count = len(self._windows)
         return [optimizer for optimizer in optimizers if optimizer is not None]
+
+    def forget_dropped(self) -> None:
+        """Forget the modules and optimizers that the script has dropped, and their parameters. Collective."""
+        gc.collect()  # which torch's wrappers, and optimizers with a scheduler, need to be freed
+        modules, optimizers = self._prepared.on_all_ranks(self._communicator), self.on_all_ranks()
+        kept = {p for module in modules for p in module.parameters()}
+        kept.update(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        self._prepared.keep(kept)
+        self._backend.keep(kept)
+        for keep in self._hooks.keep:
+            keep(optimizers, kept)
 
     @property
     def any_open(self) -> bool:
@@ -314,9 +357,9 @@ class Windows:
             name = f"optimizer {self._registered}"
             evidence = Evidence(all_gradients=self._all_gradients, leaf=self._backend.sharding.leaf)
             key = id(optimizer)
-            reference = ref(optimizer, lambda _: self._of.pop(key, None))
-            window = Window(reference, key, name, evidence, self._total(name), self._backend.sharding.drop_gradients)
-            self._of[key] = window
+            drop = self._backend.sharding.drop_gradients
+            window = self._of[key] = Window(ref(optimizer), name, evidence, self._total(name), drop)
+            finalize(optimizer, self._of.pop, key)  # another one may get this id
             self._windows.append(window)
             self._registered += 1
             self.count += 1
@@ -352,7 +395,37 @@ class Windows:
             if self._averaged or self.count > 1 or len(optimizer.param_groups) != window.groups:
                 self._follow(window, optimizer)
             windows.append(window)
+        if self._shares:
+            self._check_partners(windows)
+            self.separate(windows)
         return windows
+
+    def _check_partners(self, windows: list[Window]) -> None:
+        """Raise UsageError if some of the gradients that an optimizer accumulates belong to others as well."""
+        for window in windows:
+            partners = window.rivals.keys() & set(windows)
+            if window.is_open and partners != window.partners:
+                rival = next(iter(partners ^ window.partners))
+                raise UsageError(
+                    f"{window.name} and {rival.name} share {self._prepared.name(window.rivals[rival][0])}, and some "
+                    "losses of this accumulation window are for both, others for one of them: pass both to every "
+                    "backward() of a window, or never, or add the losses."
+                )
+            window.partners = partners
+
+    def separate(self, windows: list[Window]) -> None:
+        """Give parameters that several optimizers share the gradients of these windows, for a backward or an update.
+
+        The gradients of other windows are kept, and wait for their turn. Collective.
+        """
+        for window in windows:
+            for rival, shared in window.rivals.items():
+                if rival.is_open and rival not in windows:
+                    self._complete(rival)
+                    if rival.keep(shared) and rival not in window.partners:
+                        window.drop(shared)
+        for window in windows:
+            window.restore()
 
     def _check_gradients(self, window: Window) -> None:
         # With several optimizers, DDP moves gradients of one into its buckets during a backward for another.
@@ -373,9 +446,23 @@ class Windows:
             window.evidence.watch(trained)
         for watched in self._hooks.watched:
             watched(optimizer, trained)
-        window.watch(
-            len(optimizer.param_groups), parameters, trained
-        )  # last: if there is no memory for buckets, the next call makes them
+        if self.count > 1:
+            self._find_rivals(window, trained)
+        # Last: if there is no memory for buckets, the next call makes them.
+        window.watch(len(optimizer.param_groups), parameters, trained)
+
+    def _find_rivals(self, window: Window, trained: list[Parameter]) -> None:
+        """Find the optimizers that train some of these parameters, too, and keep their gradients."""
+        known = set(trained)
+        for rival in self:
+            shared = [p for p in rival.trained if p in known]
+            if rival is window or not shared:
+                continue
+            self._shares = True
+            window.rivals[rival] = rival.rivals[window] = shared
+            if rival.is_open:
+                self._complete(rival)
+                rival.keep(shared)
 
     def close(self) -> None:
         """Remove the hooks of all windows."""

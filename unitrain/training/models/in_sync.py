@@ -2,7 +2,8 @@
 
 Ranks compare a hash of facts on what they prepare, and the facts if it differs. Later they compare the values of
 parameters and buffers, by one gather of checksums. Every training epoch ends with that, and with a comparison of the
-optimizers' options: ranks that have drifted apart would average gradients of different models.
+optimizers' options: ranks that have drifted apart would average gradients of different models. Parameters are compared
+after the first step, too, when they differ by a few units in the last place at most.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**20
 _CHUNK_IN_CACHE = 2**14  # ten times as fast on a CPU
 _ROUNDING = 1e-3
+_UNITS = 64  # in the last place: by how much a first step may be rounded differently, on processors of two kinds
 _SAME = (
     "Make the same optimizer on every rank, and step a ReduceLROnPlateau with the same metric, as a meter's value()."
 )
@@ -48,6 +50,11 @@ class InSyncCheck(StepHook):
     prepared: PreparedModules
     optimizers: Callable[[], list[Optimizer]]
 
+    def after_first_step(self) -> None:
+        """Check the parameters. Buffers may differ within an epoch. Collective."""
+        for module in self.prepared:
+            check_in_sync(self.communicator, self.prepared.unwrap(module), tolerance=None, buffers=False)
+
     def at_epoch_end(self) -> None:
         """Check the models and the optimizers. Collective."""
         # First: other options are why the models differ.
@@ -58,7 +65,9 @@ class InSyncCheck(StepHook):
 
 
 @torch.no_grad()
-def check_in_sync(communicator: Communicator, module: nn.Module, tolerance: float = 0.0) -> None:
+def check_in_sync(
+    communicator: Communicator, module: nn.Module, tolerance: float | None = 0.0, *, buffers: bool = True
+) -> None:
     """Check that all ranks have the same parameters and buffers. See ``Strategy.check_in_sync``. Collective.
 
     Sharded tensors, and the statistics of BatchNorm layers that are not synchronised, are left out.
@@ -66,13 +75,15 @@ def check_in_sync(communicator: Communicator, module: nn.Module, tolerance: floa
     Args:
         communicator: of this process.
         module: the original module, without wrappers.
-        tolerance: largest difference, as a part of a tensor's maximum, that is a warning instead of an error.
+        tolerance: largest difference, as a part of a tensor's maximum, that is a warning instead of an error;
+            None for a few units in the last place.
+        buffers: check buffers as well.
 
     Raises:
         CommunicationError: a tensor differs; on every rank.
     """
     local = {buffer for layer in module.modules() if is_unsynchronised(layer) for buffer in layer.buffers()}
-    tensors = (*module.named_parameters(), *module.named_buffers())
+    tensors = (*module.named_parameters(), *(module.named_buffers() if buffers else ()))
     named = [(name, t) for name, t in tensors if t not in local and not communicator.sharding.is_sharded(t)]
     if communicator.world_size == 1 or not named:
         return
@@ -85,15 +96,19 @@ def check_in_sync(communicator: Communicator, module: nn.Module, tolerance: floa
             continue
         ranks = [rank for rank in range(1, communicator.world_size) if of_ranks[rank, i] != of_ranks[0, i]]
         text = f"{name} {tuple(tensor.shape)} of rank {', '.join(map(str, ranks))} is not that of rank 0"
-        if tolerance and _distance(communicator, tensor) <= tolerance:
-            rounded = text
+        limit = _UNITS * torch.finfo(tensor.dtype).eps if tolerance is None else tolerance
+        if limit and (distance := _distance(communicator, tensor)) <= limit:
+            rounded = f"{text}, by up to {distance:.0e} of its largest element"
             continue
         raise CommunicationError(
             f"the ranks' models differ: {text}. It was changed on some ranks only: by a step outside strategy.step, by "
             "random numbers that differ between ranks, or by loading weights on one rank."
         )
     if rounded and communicator.is_main:
-        call_site.warn(f"the ranks' models differ by rounding: {rounded}. Do their processors differ?")
+        call_site.warn(
+            f"the ranks' models differ slightly: {rounded}. That is rounding if their processors are of different "
+            "kinds; if not, something changes the weights on some ranks only."
+        )
 
 
 def _distance(communicator: Communicator, tensor: Tensor) -> float:

@@ -6,9 +6,11 @@ Every check raises UsageError, on all ranks, before anything has changed.
 from __future__ import annotations
 
 import inspect
+from itertools import combinations
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Adafactor, Optimizer
@@ -43,6 +45,46 @@ def check_module(module: nn.Module) -> None:
         raise UsageError(
             "the model is sharded already, in part or whole: pass it as it was built. The backend fsdp shards it."
         )
+    _check_memory(module)
+
+
+def _check_memory(module: nn.Module) -> None:
+    """Raise UsageError if a trained parameter has elements of another parameter or buffer.
+
+    Moving, sharding or averaging a model treats them as two tensors.
+    """
+    sharing: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.numel():
+            sharing.setdefault(id(tensor.untyped_storage()), []).append((name, tensor))
+    for named in sharing.values():
+        for (name, tensor), (other, another) in combinations(named, 2):
+            if (tensor.requires_grad or another.requires_grad) and _overlap(tensor, another):
+                raise UsageError(
+                    f"{other} is another tensor than {name}, but in the same memory, where one is trained: preparing "
+                    f"the model would part them. Let the layers share one Parameter, as in decoder.weight = "
+                    "encoder.weight. If one is a transposed or another view, drop it, and compute the view in the "
+                    "forward, as in torch.nn.functional.linear(x, encoder.weight.t())."
+                )
+
+
+def _overlap(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common. Parts of a flat tensor have none."""
+    ends = []
+    for each in (tensor, other):
+        last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+        ends.append((each.storage_offset() * each.itemsize, (each.storage_offset() + last + 1) * each.itemsize))
+    (start, end), (other_start, other_end) = ends
+    if end <= other_start or other_end <= start:
+        return False
+    if tensor.dtype != other.dtype:
+        return True
+    # Columns of one matrix lie between one another.
+    first = min(tensor.storage_offset(), other.storage_offset())
+    places = torch.arange(max(end, other_end) // tensor.itemsize - first)
+    marks = torch.zeros_like(places, dtype=torch.bool)
+    marks[places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first)] = True
+    return bool(marks[places.as_strided(other.shape, other.stride(), other.storage_offset() - first)].any())
 
 
 def check_lookups(module: nn.Module) -> None:
