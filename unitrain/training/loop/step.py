@@ -124,7 +124,7 @@ class TrainingStep:
         if not window.advance():
             self.expect_next(window)
             return _WITHIN_WINDOW
-        if window.rivals:
+        if window.shared.rivals:
             self.windows.separate([window])
         self.averaging.finish(window)  # average
         gradients = self._guard.gradients(window.parameters)

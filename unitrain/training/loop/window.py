@@ -25,6 +25,21 @@ from unitrain.training.models.prepared import PreparedModules, present
 
 
 @dataclass(eq=False, slots=True)
+class Shared:
+    """The parameters that the optimizer of a window shares with others.
+
+    Attributes:
+        rivals: windows of optimizers that train some of the same parameters, and these.
+        partners: those of them that share the losses of this window.
+        aside: gradients of shared parameters, while these have gradients of another window.
+    """
+
+    rivals: dict[Window, list[Parameter]] = field(default_factory=dict)
+    partners: set[Window] = field(default_factory=set)
+    aside: dict[Tensor, Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
 class Window:
     """The accumulation window of one optimizer: its parameters, and the micro-batches since its last step.
 
@@ -36,16 +51,13 @@ class Window:
         evidence: records which losses and gradients are finite.
         total: the sum of the weights of the losses.
         drop: drops the gradients of parameters.
-        groups: number of parameter groups.
         parameters: of the optimizer.
         trained: those that require gradients.
         micro_batch: of the last backward; None without a loader.
         micro_batches: number of those completed by ``update``.
         last: whether the last backward ends the window; None if the current micro-batch had none yet.
         witness: a gradient, its parameter and its version, to notice changes.
-        rivals: windows of optimizers that train some of the same parameters, and these.
-        partners: those of them that share the losses of this window.
-        aside: gradients of shared parameters, while these have gradients of another window.
+        shared: what it shares with other windows.
     """
 
     reference: ref[Optimizer]
@@ -53,26 +65,21 @@ class Window:
     evidence: Evidence
     total: Total
     drop: Callable[[Sequence[Parameter]], None]
-    groups: int = 0
     parameters: list[Parameter] = field(default_factory=list)
     trained: list[Parameter] = field(default_factory=list)
     micro_batch: MicroBatch | None = None
     micro_batches: int = 0
     last: bool | None = None
     witness: tuple[Parameter, Tensor, int] | None = None
-    rivals: dict[Window, list[Parameter]] = field(default_factory=dict)
-    partners: set[Window] = field(default_factory=set)
-    aside: dict[Tensor, Tensor | None] = field(default_factory=dict)
+    shared: Shared = field(default_factory=Shared)
 
-    def watch(self, groups: int, parameters: list[Parameter], trained: list[Parameter]) -> None:
+    def watch(self, parameters: list[Parameter], trained: list[Parameter]) -> None:
         """Accumulate for these parameters of the optimizer from now on.
 
         Args:
-            groups: number of its groups.
             parameters: all of the optimizer's.
             trained: those that require gradients.
         """
-        self.groups = groups
         self.parameters = parameters
         known = set(map(id, self.trained))
         # A backward for another optimizer may have left gradients of parameters that this one trains only now.
@@ -89,8 +96,8 @@ class Window:
         self.micro_batches = 0
         self.last = None
         self.witness = None
-        if self.rivals:
-            self.aside.clear()
+        if self.shared.rivals:
+            self.shared.aside.clear()
 
     @property
     def is_open(self) -> bool:
@@ -180,17 +187,17 @@ class Window:
     @torch.no_grad()
     def keep(self, parameters: Sequence[Parameter]) -> bool:
         """Keep copies of these parameters' gradients, unless that was done. Return whether they were of this window."""
-        tensors = {tensor for p in parameters for tensor in (p, self.evidence.leaf(p))} - self.aside.keys()
+        tensors = {tensor for p in parameters for tensor in (p, self.evidence.leaf(p))} - self.shared.aside.keys()
         for tensor in tensors:
-            self.aside[tensor] = None if tensor.grad is None else tensor.grad.clone()
+            self.shared.aside[tensor] = None if tensor.grad is None else tensor.grad.clone()
         self.witness = None
         return bool(tensors)
 
     def restore(self) -> None:
         """Give the parameters the gradients that were kept."""
-        for tensor, gradient in self.aside.items():
+        for tensor, gradient in self.shared.aside.items():
             tensor.grad = gradient
-        self.aside.clear()
+        self.shared.aside.clear()
 
     def remember_gradients(self) -> None:
         """Remember a gradient and its version, to notice changes that the script makes before the step."""
@@ -290,6 +297,7 @@ class Windows:
         self._windows: list[Window] = []
         self._of: dict[int, Window] = {}  # by the id of an optimizer that exists
         self._registered = 0  # ever
+        self._groups = 0  # of the optimizer, if it is the only one
         self.count: int = 0
 
     def __iter__(self) -> Iterator[Window]:
@@ -306,9 +314,9 @@ class Windows:
         gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
         for window in gone:
             window.evidence.close()
-            for rival in window.rivals:
-                del rival.rivals[window]
-                rival.partners.discard(window)
+            for rival in window.shared.rivals:
+                del rival.shared.rivals[window]
+                rival.shared.partners.discard(window)
         self._windows = [window for window in self if window not in gone]
         self.count = len(self._windows)
         return [optimizer for optimizer in optimizers if optimizer is not None]
@@ -362,6 +370,7 @@ class Windows:
             finalize(optimizer, self._of.pop, key)  # another one may get this id
             self._windows.append(window)
             self._registered += 1
+            self._groups = 0
             self.count += 1
         return window
 
@@ -392,7 +401,7 @@ class Windows:
             if window.witness is not None:
                 self._check_gradients(window)
             # With one optimizer in one process, frozen parameters need not be left out: they have no gradient.
-            if self._averaged or self.count > 1 or len(optimizer.param_groups) != window.groups:
+            if self._averaged or self.count > 1 or len(optimizer.param_groups) != self._groups:
                 self._follow(window, optimizer)
             windows.append(window)
         if self._shares:
@@ -403,15 +412,16 @@ class Windows:
     def _check_partners(self, windows: list[Window]) -> None:
         """Raise UsageError if some of the gradients that an optimizer accumulates belong to others as well."""
         for window in windows:
-            partners = window.rivals.keys() & set(windows)
-            if window.is_open and partners != window.partners:
-                rival = next(iter(partners ^ window.partners))
+            partners = window.shared.rivals.keys() & set(windows)
+            if window.is_open and partners != window.shared.partners:
+                rival = next(iter(partners ^ window.shared.partners))
+                parameter = self._prepared.name(window.shared.rivals[rival][0])
                 raise UsageError(
-                    f"{window.name} and {rival.name} share {self._prepared.name(window.rivals[rival][0])}, and some "
+                    f"{window.name} and {rival.name} share {parameter}, and some "
                     "losses of this accumulation window are for both, others for one of them: pass both to every "
                     "backward() of a window, or never, or add the losses."
                 )
-            window.partners = partners
+            window.shared.partners = partners
 
     def separate(self, windows: list[Window]) -> None:
         """Give parameters that several optimizers share the gradients of these windows, for a backward or an update.
@@ -419,10 +429,10 @@ class Windows:
         The gradients of other windows are kept, and wait for their turn. Collective.
         """
         for window in windows:
-            for rival, shared in window.rivals.items():
+            for rival, shared in window.shared.rivals.items():
                 if rival.is_open and rival not in windows:
                     self._complete(rival)
-                    if rival.keep(shared) and rival not in window.partners:
+                    if rival.keep(shared) and rival not in window.shared.partners:
                         window.drop(shared)
         for window in windows:
             window.restore()
@@ -449,7 +459,8 @@ class Windows:
         if self.count > 1:
             self._find_rivals(window, trained)
         # Last: if there is no memory for buckets, the next call makes them.
-        window.watch(len(optimizer.param_groups), parameters, trained)
+        window.watch(parameters, trained)
+        self._groups = len(optimizer.param_groups)
 
     def _find_rivals(self, window: Window, trained: list[Parameter]) -> None:
         """Find the optimizers that train some of these parameters, too, and keep their gradients."""
@@ -459,7 +470,7 @@ class Windows:
             if rival is window or not shared:
                 continue
             self._shares = True
-            window.rivals[rival] = rival.rivals[window] = shared
+            window.shared.rivals[rival] = rival.shared.rivals[window] = shared
             if rival.is_open:
                 self._complete(rival)
                 rival.keep(shared)
