@@ -90,7 +90,7 @@ class PreparedModules:
         return _outermost(layers)
 
     def keep(self, parameters: Collection[Parameter]) -> None:
-        """Forget all other parameters: those of modules that the script has dropped."""
+        """Forget all other parameters: the script has dropped their modules."""
         self._names = {p: name for p, name in self._names.items() if p in parameters}
         self._replaced = {old: new for old, new in self._replaced.items() if new in parameters}
 
