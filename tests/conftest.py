@@ -18,6 +18,7 @@ import time
 from collections.abc import Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
+from weakref import WeakSet
 
 # On few cores, threads and ranks that spin while they wait hold up those for which they wait: it took twice the time.
 # OpenMP reads this when torch is loaded.
@@ -145,16 +146,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Close a test's strategies, and fail the test if it leaves a process, a thread or a process group."""
-    opened: list[Strategy] = []
+    opened: WeakSet[Strategy] = WeakSet()
 
     def opening(*arguments: Any) -> Strategy:
-        opened.append(Strategy(*arguments))
-        return opened[-1]
+        strategy = Strategy(*arguments)
+        opened.add(strategy)
+        return strategy
 
     monkeypatch.setattr(initialize, "Strategy", opening)
     processes, threads = _processes(), set(threading.enumerate())
     yield
-    for strategy in opened:
+    for strategy in list(opened):
         strategy.close()  # also after a failure, which would otherwise make every later test fail
     if request.node.stash.get(_FAILED, False):
         return  # its traceback keeps objects alive

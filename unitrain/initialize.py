@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -21,10 +19,9 @@ from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.features.keywords import StrategySettings
 from unitrain.job import excepthook
 from unitrain.job.job import current
-from unitrain.launch.copies import refuse_copies
+from unitrain.launch.copies import mark_rank, refuse_child_of_rank, refuse_copies
 from unitrain.launch.detect import Launch, detect
 from unitrain.process import (
-    exit_now,
     occupy_standard_descriptors,
     print_stacks_when_killed,
     print_stderr,
@@ -63,6 +60,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     # An unknown launcher may have started several processes, and each would train the whole job alone.
     if launch.launcher == "python":
         refuse_copies()
+    refuse_child_of_rank(launch)
     resolved = resolve_strategy(config, settings, os.environ)
     if resolved.backend == "auto":
         resolved = resolved.model_copy(update={"backend": choose_backend(launch, resolved)})
@@ -82,23 +80,8 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     finally:
         # torch.distributed has put another hook over it, which holds messages back, such as a failed handshake's.
         excepthook.install_hook()
-    atexit.register(_close_at_exit, strategy)
+    mark_rank(launch)
     return strategy
-
-
-def _close_at_exit(strategy: Strategy) -> None:
-    """Close the strategy. An error ends the process as it does in a script; Python would ignore it, and exit with 0."""
-    job = current()
-    if job is None:  # a child that the script has forked: the strategy is its parent's
-        return
-    try:
-        strategy.close()
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        exit_now(1)
-    # Here and not by Python afterwards: the exit watch still runs, if the reader of stdout has stopped.
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()
 
 
 def _adopted(launch: Launch) -> Launch:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -26,10 +28,12 @@ from unitrain.data.options import LoaderOptions
 from unitrain.data.order.shares import reduced
 from unitrain.device import pick_device
 from unitrain.errors import ConfigError, UsageError
-from unitrain.job.job import join
+from unitrain.job.job import current, join
 from unitrain.job.watch.messages import Exits
 from unitrain.job.watch.stopping import Stopped
+from unitrain.launch.copies import unmark_rank
 from unitrain.launch.detect import Launch
+from unitrain.process import exit_now
 from unitrain.pulse import CLOSING
 from unitrain.training.feature import Feature
 from unitrain.training.loop.loop import TrainingLoop
@@ -96,7 +100,7 @@ class Strategy:
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
         if self.world_size > 1:
-            in_sync = InSyncCheck(self._communicator, self._prepared, self._step.optimizers)
+            in_sync = InSyncCheck(self._communicator, self._prepared, self._step.windows.on_all_ranks)
             self._hooks.add_hook(in_sync)
             if self._step.averaging.in_step:
                 self._step.at_window_end(in_sync.after_first_step)
@@ -107,10 +111,12 @@ class Strategy:
             self._prepared,
             self._step.windows.register,
             self._step.batches.current_batch,
+            self._step.windows.forget_dropped,
             config,
             wraps=self.world_size == 1 or self._step.averaging.in_step,
         )
         self._checkpoint: Checkpoint | None = None
+        atexit.register(self._close_at_exit)
 
     def _add_features(self) -> None:
         """Add the features that the settings turn on. If one refuses them, on all ranks alike, leave the job."""
@@ -144,7 +150,8 @@ class Strategy:
         forward runs under autocast (with ``bf16`` or ``fp16``), and the backend wraps it if it needs to. Parameters
         stay the same objects, unless the backend shards them: then the module and its optimizers get shards in their
         place. An optimizer is returned as it is, with rank 0's state, so that loaded state and existing schedulers stay
-        valid. A module may be prepared before its optimizer exists.
+        valid. A module may be prepared before its optimizer exists. What the script drops later, such as the model of a
+        fold, is freed when all ranks have dropped it, at the next call at the latest.
 
         Parameters on the meta device get memory and, with ``initialise``, values that follow from the seed and the
         names of the modules: the same on any number of ranks and any backend.
@@ -568,8 +575,19 @@ class Strategy:
                 self._checkpoint.abandon()  # if the run fails
                 self._checkpoint = None  # it has wrapped models, with what they communicate by
             self._step.close()
-            self._prepared.release()
             self._communicator.collectives.close(failed=job.failed)
+            unmark_rank()
+            atexit.unregister(self._close_at_exit)  # which keeps the strategy, and with it models, in memory
+
+    def _close_at_exit(self) -> None:
+        """Close at exit. An error ends the process as it does in a script; Python would ignore it, and exit with 0."""
+        if current() is None:  # a child that the script has forked: the strategy is its parent's
+            return
+        try:
+            self.close()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            exit_now(1)
 
     def __enter__(self) -> Strategy:
         return self

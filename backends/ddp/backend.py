@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
-from typing import ClassVar, Literal, cast
+from collections.abc import Callable, Collection, Sequence, Set
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,9 +54,10 @@ class DDPBackend(ProcessGroupBackend):
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
-        self._wrapped: list[AveragingModule] = []
+        # Weak references: a model is freed when the script drops it.
+        self._wrapped: dict[weakref.ref[AveragingModule], None] = {}  # in the same order on all ranks
         # The wrapper that averages each parameter; torch ignores parameters that were frozen when it was made.
-        self._averaged: dict[Parameter, AveragingModule] = {}
+        self._averaged: dict[Parameter, weakref.ref[AveragingModule]] = {}
         self._names: dict[Parameter, str] = {}
         self._armed = True
         # They take gradients in any order, and from some ranks only. DDP rebuilds its own after the first step.
@@ -127,9 +128,16 @@ class DDPBackend(ProcessGroupBackend):
         # A module may be prepared in the middle of a window.
         wrapped.require_backward_grad_sync = self._armed
         self._names.update({p: name.replace(_COMPILED, "") for name, p in module.named_parameters()})
-        self._wrapped.append(wrapped)
-        self._averaged.update(dict.fromkeys(trained, wrapped))
+        reference = weakref.ref(wrapped)
+        self._wrapped[reference] = None
+        self._averaged.update(dict.fromkeys(trained, reference))
         return wrapped
+
+    def keep(self, parameters: Collection[Parameter]) -> None:
+        """Forget all other parameters, which the script has dropped with their modules."""
+        self._averaged = {p: wrapped for p, wrapped in self._averaged.items() if p in parameters}
+        self._wrapped = dict.fromkeys(self._averaged.values())
+        self._names = {p: name for p, name in self._names.items() if p in parameters}
 
     def arm(self, sync: bool) -> None:
         """Set ``require_backward_grad_sync`` of every wrapper: of these, and of modules that are prepared later.
@@ -138,8 +146,9 @@ class DDPBackend(ProcessGroupBackend):
             sync: whether the next backward is the last of its window, so that it averages.
         """
         self._armed = sync
-        for wrapped in self._wrapped:
-            wrapped.require_backward_grad_sync = sync
+        for reference in self._wrapped:
+            if (wrapped := reference()) is not None:
+                wrapped.require_backward_grad_sync = sync
 
     def expect_gradients(self, parameters: Set[Parameter]) -> bool:
         """Leave the averaging to the core's buckets if a wrapper has other parameters as well: DDP waits for all.
@@ -150,8 +159,13 @@ class DDPBackend(ProcessGroupBackend):
         complete = all(p in parameters for p, wrapped in self._averaged.items() if wrapped in needed)
         if complete or self._needs_ddp:
             return False
-        for wrapped in self._wrapped:
-            wrapped.retire()
+        wrappers = [reference() for reference in self._wrapped]
+        # Each rank frees one that the script has dropped at another time.
+        exist = torch.tensor([wrapped is not None for wrapped in wrappers], dtype=torch.int32, device=self.device)
+        self.all_reduce(exist, "min", "wrappers")()
+        for wrapped, everywhere in zip(wrappers, exist.tolist(), strict=True):
+            if wrapped is not None and everywhere:
+                wrapped.retire()
         self._wrapped.clear()
         self._averaged.clear()
         self._uses_buckets = True
@@ -171,15 +185,19 @@ class DDPBackend(ProcessGroupBackend):
             return None
         averaged = [p for p in parameters if p in self._averaged]
         others = [p for p in parameters if p not in self._averaged]
-        # Weak references: the function outlives close(), but torch's reducers must not outlive their process group.
-        modules = dict.fromkeys(self._averaged[p] for p in averaged)
-        wrappers = [cast(AveragingModule, weakref.proxy(module)) for module in modules]
+        wrappers = list(dict.fromkeys(self._averaged[p] for p in averaged))
         counts = [(0, 0)] * len(wrappers)  # forwards of each wrapper up to the end of the previous step
         some_unused = self.settings.find_unused_parameters or self.settings.static_graph
 
         def finish(late: bool) -> None:
             """Average gradients of an unarmed backward, and of parameters that no wrapper has."""
-            for i, wrapper in enumerate(wrappers):
+            for i, reference in enumerate(wrappers):
+                wrapper = reference()
+                if wrapper is None:
+                    raise UsageError(
+                        "the wrapper that prepare() returned is gone, so DDP did not average the gradients over the "
+                        "ranks. Call the model that prepare() returned (model = strategy.prepare(model))."
+                    )
                 late = late or not wrapper.has_averaged(*counts[i])
                 counts[i] = (wrapper.forwards, wrapper.calls)
             if not (late or some_unused) and (unused := [self._names[p] for p in averaged if p.grad is None]):
@@ -190,7 +208,8 @@ class DDPBackend(ProcessGroupBackend):
                 self.average(others)
             if self.config.debug:
                 # Otherwise the next forward does this, a collective that the ranks have not compared.
-                for wrapped in self._wrapped:
-                    wrapped.reducer._rebuild_buckets()
+                for reference in wrappers:
+                    if (wrapper := reference()) is not None:
+                        wrapper.reducer._rebuild_buckets()
 
         return finish

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
+
+import unitrain
+from unitrain.errors import LaunchError
 
 # In interpreters of their own, as a launcher starts them.
 INITIALIZES = "import unitrain\nwith unitrain.init() as strategy:\n    print('trains')\n"
@@ -76,3 +80,31 @@ def test_what_a_program_forks_is_not_refused(tmp_path: Path) -> None:
         tmp_path, "PY; wait", "import os\nos.fork() and os.fork()\n" + LOOKS + "time.sleep(1)", PBS_JOBID="7"
     )
     assert out == ["trains"] * 3, err
+
+
+CHILD = "import unitrain\nwith unitrain.init(device='cpu', timeout_s=30) as strategy:\n    print(strategy.world_size)\n"
+
+
+def start_children() -> list[tuple[int, str]]:
+    """Start two programs on rank 0: with its variables, and alone."""
+    results = []
+
+    def start(**environ: str) -> None:
+        run = [sys.executable, "-c", CHILD]
+        done = subprocess.run(run, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+        results.append((done.returncode, (done.stdout or done.stderr).strip().rpartition("unitrain: error: ")[2]))
+
+    with unitrain.init(backend="ddp", device="cpu", timeout_s=60) as strategy:
+        if strategy.is_main:
+            start()
+            start(UNITRAIN_LAUNCHER="python")
+    assert "_UNITRAIN_RANK" not in os.environ
+    return results
+
+
+def test_a_program_that_a_rank_starts_does_not_join_its_job() -> None:
+    refused, alone = run_ranks(start_children)[0]
+    assert refused[0] == LaunchError.exit_code
+    assert refused[1].startswith("this process was started by rank 0 (pid ")
+    assert 'env={**os.environ, "UNITRAIN_LAUNCHER": "python"}' in refused[1]
+    assert alone == (0, "1")

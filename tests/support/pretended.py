@@ -63,7 +63,7 @@ class PretendedRank:
         stopping = Stopping(Boundaries(pulse), pulse, None, is_main=rank == 0)
         shares = reduced(config.shares or (1,) * world_size)
         prepared = PreparedModules(shares)
-        model = nn.Identity()  # in training mode: ranks without samples get stand-ins
+        self.model = model = nn.Identity()  # in training mode: ranks without samples get stand-ins
         prepared.add(model, model)
         self.sockets = Sockets(self.communicator, backend, prepared, config, stopping)
         self.step = TrainingStep(self.sockets, None, stopping.pass_boundary)

@@ -20,7 +20,7 @@ class Earlier:
     """What a run had trained with when a checkpoint was opened, such as the fold before in a cross-validation."""
 
     def __init__(self, step: TrainingStep) -> None:
-        self._versions = WeakKeyDictionary({optimizer: _version(optimizer) for optimizer in step.optimizers()})
+        self._versions = WeakKeyDictionary({optimizer: _version(optimizer) for optimizer in step.windows.optimizers})
         self._iterations = WeakSet(step.batches.trained)
 
     def has_finished(self, optimizer: Optimizer) -> bool:
@@ -47,7 +47,7 @@ def warn_of_missing(contents: Contents, step: TrainingStep, earlier: Earlier) ->
     """
     saved, missing = list(contents.objects.values()), []
     plateaus = [scheduler.optimizer for scheduler in gc.get_objects() if type(scheduler) is ReduceLROnPlateau]
-    for optimizer in itertools.filterfalse(earlier.has_finished, step.optimizers()):
+    for optimizer in itertools.filterfalse(earlier.has_finished, step.windows.optimizers):
         if optimizer.state and not any(value is optimizer for value in saved):  # plain SGD has nothing to lose
             missing.append(f"an optimizer ({type(optimizer).__name__})")
         # Schedulers set initial_lr, except one that waits for a plateau.

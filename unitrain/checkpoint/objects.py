@@ -17,6 +17,7 @@ from unitrain.communication.state_transfer import Form, SentState
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError
 from unitrain.structure import tensors
+from unitrain.training.models.buffers import make_writable
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.state_parts import StatePart
 
@@ -138,6 +139,7 @@ class ModulePart(ObjectPart):
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
+        make_writable(self.module)
         now = self.state()
         state = saved.receive(into=now)
         if not hasattr(state, "_metadata"):  # several ranks have not saved the versions of its layers

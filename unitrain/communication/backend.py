@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal
@@ -190,6 +190,9 @@ class Backend(ABC):
 
     def arm(self, sync: bool) -> None:
         """Set whether the next forward and backward communicate. Called before the forward."""
+
+    def keep(self, parameters: Collection[Parameter]) -> None:
+        """Forget all other parameters, which the script has dropped with their modules."""
 
     def expect_gradients(self, parameters: Set[Parameter]) -> bool:
         """Prepare for a backward that gives gradients to these parameters at most, the same on all ranks.

@@ -1,4 +1,7 @@
-"""A net below launcher detection: finds copies of this process that an unknown launcher has started beside it."""
+"""A net below launcher detection: finds processes that are not the rank that their variables say, or lack.
+
+These are copies that an unknown launcher has started, and a program that a rank has started, with its variables.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ from typing import NamedTuple
 import psutil
 
 from unitrain.errors import LaunchError, listed
+from unitrain.launch.detect import Launch
 from unitrain.launch.variables import OVERRIDE
 
 _TOGETHER_S = 5.0
 _JOBS = ("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
 # A refused process gets this name, which its copies see in /proc.
 _REFUSED = "unitrain: copy"
+_RANK = "_UNITRAIN_RANK"  # of a running job, with the variables that were read: a child inherits it
 _PATIENCE_S, _POLL_S = 10.0, 0.05
 
 
@@ -70,6 +75,38 @@ def refuse_copies() -> None:
     if _wait_until_refused(pids[:place] + pids[place + 1 :]) & set(pids[:place]):
         raise SystemExit(LaunchError.exit_code)
     raise LaunchError(_message(copies[place], copies))
+
+
+def mark_rank(launch: Launch) -> None:
+    """Let the programs that this process starts know that it is a rank of a job."""
+    if launch.world_size > 1:
+        os.environ[_RANK] = _marked(launch, os.getpid())
+
+
+def unmark_rank() -> None:
+    """Let programs that are started from now on know of no job: this process has left it."""
+    os.environ.pop(_RANK, None)
+
+
+def refuse_child_of_rank(launch: Launch) -> None:
+    """Refuse to join a job as a second process with the variables of a rank, which has started this one.
+
+    Raises:
+        LaunchError: a rank has started this process, and no launcher between them has set other variables.
+    """
+    parent = os.environ.get(_RANK, "").partition(" ")[0]
+    if parent in ("", str(os.getpid())) or os.environ[_RANK] != _marked(launch, int(parent)):
+        return
+    raise LaunchError(
+        f"this process was started by rank {launch.rank} (pid {parent}) of a running job, and has that rank's "
+        f"variables ({', '.join(launch.evidence)}): it would join the job as a second rank {launch.rank}, and "
+        f"all ranks would wait. Set {OVERRIDE}=python for it to run alone, as in subprocess.run(command, "
+        f'env={{**os.environ, "{OVERRIDE}": "python"}}), or start it by torchrun --standalone.'
+    )
+
+
+def _marked(launch: Launch, pid: int) -> str:
+    return f"{pid} {' '.join(launch.evidence)}"
 
 
 def _runs_program() -> bool:

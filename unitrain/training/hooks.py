@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -38,6 +38,9 @@ class StepHook:
 
     def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
         """It trains these parameters from now on, and no others: they require gradients."""
+
+    def keep(self, optimizers: Sequence[Optimizer], parameters: Collection[Parameter]) -> None:
+        """The script has dropped all other optimizers and parameters that it trained with: forget them."""
 
     def before_call(self, call: str) -> None:
         """A call begins, ``backward`` or ``update``."""
@@ -97,6 +100,7 @@ class Hooks:
 
     registered: list[Callable[[Optimizer], None]]
     watched: list[Watched]
+    keep: list[Callable[[Sequence[Optimizer], Collection[Parameter]], None]]
     before_call: list[Callable[[str], None]]
     after_call: list[Callable[[], None]]
     before_update: list[BeforeUpdate]

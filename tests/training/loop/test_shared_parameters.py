@@ -89,7 +89,7 @@ def sgd(*modules: nn.Module) -> SGD:
 def optimizers_of(case: str, net: Net) -> list[Optimizer]:
     if case == "sharpness":
         return [Ascent([*net.trunk.parameters(), *net.one.parameters()], rho=0.5), sgd(net.trunk, net.one)]
-    if case == "halves":
+    if case in ("halves", "late"):
         return [sgd(net.trunk), sgd(net.one, net.two)]
     if case in ("frozen", "auxiliary"):
         return [sgd(net.trunk, net.one)]
@@ -109,6 +109,11 @@ def train(case: str, model: Any, net: Any, optimizers: list[Any], on: Any, part:
         elif case == "halves":
             for optimizer in optimizers:
                 step((model(x, ("one", "two")) - y).square().mean(), optimizer)
+        elif case == "late":  # each optimizer has had its first backward before any of them steps
+            for optimizer in optimizers:
+                backward((model(x, ("one", "two")) - y).square().mean(), optimizer)
+            for optimizer in optimizers:
+                update(optimizer)
         elif case == "sharpness":
             for optimizer in optimizers:
                 backward((model(x, ("one",)) - y).square().mean(), optimizer)
@@ -121,7 +126,7 @@ def train(case: str, model: Any, net: Any, optimizers: list[Any], on: Any, part:
 
 
 CASES = [(case, accumulate) for case in ("joint", "turns", "halves", "frozen", "auxiliary") for accumulate in (1, 2)]
-CASES.append(("sharpness", 1))
+CASES += [("sharpness", 1), ("late", 1)]
 
 
 def expected(case: str, accumulate: int) -> Tensor:

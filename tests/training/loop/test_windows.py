@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unittest.mock import Mock
+from weakref import ref
 
 import pytest
 from plain_loop import model_of, sgd
@@ -21,5 +22,5 @@ def test_buckets_are_made_later_if_there_was_no_memory_for_them(monkeypatch: pyt
             rank.step.windows.of([optimizer])
     [window] = rank.step.windows.of([optimizer])
     assert isinstance(rank.step.averaging, GradientAveraging)
-    assert len(rank.step.averaging._progress[optimizer].finishers) == 1
+    assert len(rank.step.averaging._progress[ref(optimizer)].finishers) == 1
     assert window.trained == list(model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import pytest
@@ -108,3 +109,88 @@ def test_a_module_may_be_prepared_while_another_one_is_trained() -> None:
     for first, second in zip(*run_ranks(train_one_after_the_other), strict=True):
         for name in ("mean", "assigned", "calls"):
             assert torch.equal(first[name], second[name]), name
+
+
+class Bank(nn.Module):
+    """Buffers of other forms than dense, constant ones: None, empty, expanded, growing, on one rank, of inference."""
+
+    rows: Tensor
+    expanded: Tensor
+    moved: Tensor
+    inference: Tensor
+
+    def __init__(self, *, fills: bool) -> None:
+        super().__init__()
+        self.fills = fills
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("lowest", None)
+        self.register_buffer("rows", torch.empty(0, 2))
+        self.register_buffer("last", torch.zeros(4, 2))
+        self.register_buffer("expanded", torch.linspace(0, 1, 2).expand(3, 2))
+        self.register_buffer("moved", torch.zeros(1).expand(3))
+        with torch.inference_mode():
+            self.register_buffer("inference", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.fills and len(self.rows) > 4:
+                self.lowest = x.amin(0)
+            self.rows = torch.cat([self.rows, x])[-10:]
+            self.last = x * self.expanded[0]  # of another shape in the last, smaller batch
+            self.moved = (self.moved[:1] + x.mean()).expand(3)
+        with torch.inference_mode():
+            self.inference = self.inference + x.detach().sum(0)
+        out: Tensor = self.linear(x)
+        return out
+
+
+def fill_banks(backend: str) -> dict[str, Any]:
+    with unitrain.init(backend=backend, device="cpu", timeout_s=30) as strategy:
+        torch.manual_seed(0)
+        model, optimizer = strategy.prepare(
+            bank := Bank(fills=strategy.is_main), torch.optim.SGD(bank.parameters(), lr=0.1)
+        )
+        data = torch.randn(21, 2, generator=torch.Generator().manual_seed(1))
+        for batch in strategy.dataloader(data, global_batch_size=8):  # of 4, 4, and 3 or 2 samples of a rank
+            strategy.step(model(batch).pow(2).mean(), optimizer)
+        own = list(batch.shape)
+        return {"own": own, **{name: tensor.clone() for name, tensor in bank.named_buffers()}}
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher"),
+    [
+        ("ddp", "spawn"),
+        pytest.param("horovod", "horovodrun", marks=[HOROVOD, pytest.mark.all("the same core, and its collectives")]),
+        pytest.param("fsdp", "spawn", marks=pytest.mark.all("the same core")),
+    ],
+)
+def test_buffers_of_any_form_are_rank_0_s(backend: str, launcher: Literal["spawn", "horovodrun"]) -> None:
+    first, second = run_ranks(fill_banks, backend, launcher=launcher)
+    assert first.pop("own") != second.pop("own")
+    assert first.keys() == second.keys() == {"lowest", "rows", "last", "expanded", "moved", "inference"}
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    assert len(first["rows"]) == 10
+
+
+def normalise(backend: str) -> list[float]:
+    """Return the losses of evaluations by two ranks, and by one process with whole batches."""
+    with unitrain.init(backend=backend, device="cpu", timeout_s=30, precision="fp64") as strategy:
+        torch.manual_seed(0)
+        layers = nn.Conv1d(2, 3, 1), nn.InstanceNorm1d(3, track_running_stats=True), nn.Conv1d(3, 1, 1)
+        model, whole = nn.Sequential(*layers).double(), nn.Sequential(*copy.deepcopy(layers)).double()
+        data = torch.randn(16, 2, 5, generator=torch.Generator().manual_seed(1)).double()
+        reference = torch.optim.SGD(whole.parameters(), lr=0.1)
+        for start in range(0, 16, 4):
+            step_by_hand(whole(data[start : start + 4]).pow(2).mean(), reference)
+        prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in strategy.dataloader(data, global_batch_size=4):
+            strategy.step(prepared(batch).pow(2).mean(), optimizer)
+        with strategy.evaluation(prepared):
+            return [float(net(data).pow(2).mean()) for net in (prepared, whole.eval())]
+
+
+def test_statistics_of_instance_norm_are_those_of_all_samples() -> None:
+    for trained, expected in run_ranks(normalise, "ddp"):
+        assert trained == pytest.approx(expected, rel=1e-9)

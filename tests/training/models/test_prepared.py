@@ -36,13 +36,12 @@ def test_parameters_have_the_names_of_the_user_s_module() -> None:
     assert prepared.name(other) == "an unprepared parameter of shape (3,)"
 
 
-def test_released_wrappers_go_with_their_last_user() -> None:
+def test_wrappers_go_with_their_last_user() -> None:
     prepared = PreparedModules((1, 1))
     wrapper = Wrapper(nn.Linear(2, 2))
     module = wrapper.module
     prepared.add(wrapper, module)
     gone = weakref.ref(wrapper)
-    prepared.release()
     assert prepared.unwrap(wrapper) is module
     del wrapper
     gc.collect()

@@ -58,7 +58,7 @@ def find_micro_batch_size(strategy: unitrain.Strategy, attempt: Callable[[int], 
     """
     if largest < 1:
         raise UsageError(f"find_micro_batch_size: largest is {largest}, but must be at least 1.")
-    if any(True for _ in strategy._prepared):
+    if strategy._prepared.count:
         raise UsageError("find_micro_batch_size makes attempts on plain modules: call it before strategy.prepare.")
     alone = "in an attempt of find_micro_batch_size, which each rank makes alone: compute the loss without it."
     size, parts, reason = largest, 1, ""

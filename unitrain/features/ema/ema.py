@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -17,7 +16,7 @@ from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
-from unitrain.training.models.batch_norm import is_unsynchronised
+from unitrain.training.models.batch_norm import has_statistics, is_unsynchronised
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -221,14 +220,14 @@ class EMA(nn.Module, Feature):
 
 
 def _averaged(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that are averaged, by name: floating-point parameters, and the statistics of BatchNorm."""
+    """Return the tensors that are averaged, by name: floating-point parameters, and running statistics."""
     named: dict[str, Tensor] = {
         name: parameter
         for name, parameter in module.named_parameters()
         if parameter.is_floating_point() or parameter.is_complex()
     }
     for path, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and layer.running_mean is not None and layer.running_var is not None:
+        if has_statistics(layer) and layer.running_mean is not None and layer.running_var is not None:
             prefix = f"{path}." if path else ""
             named[f"{prefix}running_mean"] = layer.running_mean
             named[f"{prefix}running_var"] = layer.running_var

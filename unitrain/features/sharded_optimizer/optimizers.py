@@ -9,8 +9,10 @@ parameters in the groups. Only while the optimizer steps, they have the ones of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Parameter
@@ -34,7 +36,8 @@ class ShardedOptimizers(Feature):
     place = 10
 
     def __init__(self) -> None:
-        self._sharded: dict[Optimizer, _ShardedOptimizer] = {}
+        self._sharded: WeakKeyDictionary[Optimizer, _ShardedOptimizer] = WeakKeyDictionary()
+        self._names = count()
 
     def plug_in(self, sockets: Sockets) -> None:
         """Shard every optimizer that is trained with."""
@@ -53,12 +56,18 @@ class ShardedOptimizers(Feature):
         if optimizer not in self._sharded:
             _refuse_coupled(optimizer)
             _refuse_own_state_dict(optimizer)
-            name = f"parameters of optimizer {len(self._sharded)}"
+            name = f"parameters of optimizer {next(self._names)}"
             self._sharded[optimizer] = _ShardedOptimizer(optimizer, self._communicator, name)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         owners = self._communicator.sharding.owners
         owners.update(divided([p for p in parameters if p not in owners], self._loads))
         self._sharded[optimizer].lay_out(optimizer)
+
+    def keep(self, optimizers: Sequence[Optimizer], parameters: Collection[Parameter]) -> None:
+        """Forget the owners of other parameters."""
+        owners = self._communicator.sharding.owners
+        for parameter in [p for p in owners if p not in parameters]:
+            del owners[parameter]
 
     def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
         """Shard parameters that were added to an optimizer."""

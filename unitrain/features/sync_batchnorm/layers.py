@@ -107,10 +107,12 @@ def synchronise(
     Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same. With
     ``only_torchs``, torch's own ``SyncBatchNorm`` layers are replaced and no others.
     """
-    layers = [
+    layers: list[tuple[str, Any]] = [
         (name, layer)
         for name, layer in module.named_modules()
-        if is_unsynchronised(layer) and (not only_torchs or type(layer) is nn.SyncBatchNorm)
+        if isinstance(layer, _BatchNorm)
+        and is_unsynchronised(layer)
+        and (not only_torchs or type(layer) is nn.SyncBatchNorm)
     ]
     if not layers:
         return

@@ -6,9 +6,11 @@ with it the launcher and the machines of the job.
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from unitrain.process import exit_now, print_stacks
 from unitrain.pulse import USER_CODE, Pulse
@@ -31,7 +33,15 @@ def watch_exit(name: str, pulse: Pulse, *, warn_s: float, end_s: float) -> None:
     if _watch is None:
         _watch = ExitWatch()
         threading.Thread(target=_watch.run, name="unitrain exit watch", daemon=True).start()
+        # Not by Python, after the watch has ended: the reader of stdout may have stopped.
+        atexit.register(_flush)
     _watch.name, _watch.pulse, _watch.warn_s, _watch.end_s = name, pulse, warn_s, end_s
+
+
+def _flush() -> None:
+    """Write out what stdout still holds. An exit handler."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
 
 
 class ExitWatch:

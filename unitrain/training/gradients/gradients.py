@@ -98,6 +98,7 @@ class GradientReducer:
         divisor: divides the sums.
 
     Attributes:
+        parameters: as the argument.
         overlap: whether buckets are reduced while backward runs. If backward runs other collectives (BatchNorm's, or
             other buckets), ranks that use different parameters would call them in different orders.
     """
@@ -122,6 +123,7 @@ class GradientReducer:
         self._buckets = [
             _Bucket(group, f"{name}.{i}") for i, group in enumerate(_group(parameters, int(bucket_mb * 2**20)))
         ]
+        self.parameters: frozenset[Parameter] = frozenset(parameters)
         self._next = 0
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]

@@ -7,9 +7,10 @@ it ``Replicas``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
+from weakref import ref
 
 import torch
 from torch.nn import Parameter
@@ -133,17 +134,17 @@ class GradientAveraging(Averaging):
         self._latest: list[Window] = []
         self._shares = False  # whether optimizers share parameters
         self._copies = CopyCheck(communicator)
-        self._progress: dict[Optimizer, _Progress] = {}
+        self._progress: dict[ref[Optimizer], _Progress] = {}  # the same number on all ranks
         self.armed: bool = True
         self.expect(not self._accumulates)
 
     def registered(self, optimizer: Optimizer) -> None:
         """Average an optimizer's gradients from now on."""
-        self._progress[optimizer] = _Progress()
+        self._progress[ref(optimizer)] = _Progress()
 
     def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
         """Average the gradients of these parameters."""
-        progress = self._progress[optimizer]
+        progress = self._progress[ref(optimizer)]
         # Frozen since the last micro-batch: what they have accumulated is averaged, too.
         frozen = [p for p in progress.trained if not p.requires_grad and self._sharding.leaf(p).grad is not None]
         if frozen and self._sharding.of_parameters:
@@ -153,6 +154,16 @@ class GradientAveraging(Averaging):
             )
         progress.trained = [*trained, *frozen]
         self.finishers(progress.trained)
+        self._follow()
+
+    def keep(self, optimizers: Sequence[Optimizer], parameters: Collection[Parameter]) -> None:
+        """Forget other optimizers, and the buckets of other parameters."""
+        self._progress = {ref(optimizer): self._progress[ref(optimizer)] for optimizer in optimizers}
+        for progress in self._progress.values():
+            progress.trained = [p for p in progress.trained if p in parameters]
+        self._finishers = {p: finish for p, finish in self._finishers.items() if p in parameters}
+        for finish in [each for each, reducer in self._reducers.items() if reducer.parameters.isdisjoint(parameters)]:
+            self._reducers.pop(finish).close()  # torch does not free parameters with hooks that refer to them
         self._follow()
 
     def finishers(self, parameters: Sequence[Parameter]) -> list[Finish]:
@@ -187,13 +198,14 @@ class GradientAveraging(Averaging):
             p.requires_grad_(False)
             self._sharding.leaf(p)  # follows
         self._finishers.update(dict.fromkeys(parameters, finish))
+        for progress in self._progress.values():
+            if progress.reduced and not set(parameters).isdisjoint(progress.trained):
+                progress.done.add(finish)
 
     def _follow(self) -> None:
         """Follow a change of the functions that complete the averaging."""
         for progress in self._progress.values():
             progress.finishers = list(dict.fromkeys(self._finishers[p] for p in progress.trained))
-            if progress.reduced:
-                progress.done.update(progress.finishers)
         every = [finish for progress in self._progress.values() for finish in progress.finishers]
         self._shares = len(every) > len(set(every))
         self._latest, self._known = [], set()
@@ -225,7 +237,7 @@ class GradientAveraging(Averaging):
             self._follow()
             self._latest = windows
         self._known.add(tuple(windows))
-        finishers = {finish for window in windows for finish in self._progress[window.optimizer].finishers}
+        finishers = {finish for window in windows for finish in self._progress[window.reference].finishers}
         if not self._backend.matches_by_name:
             # Libraries that match calls by order would confuse buckets with other buckets, or collectives of layers.
             alone = len(finishers) == 1 and not any(each.communicates for each in self._passes)
@@ -257,12 +269,12 @@ class GradientAveraging(Averaging):
 
     def _enter(self, window: Window, windows: list[Window], last: bool) -> None:
         """Prepare for another backward in a window."""
-        progress = self._progress[window.optimizer]
+        progress = self._progress[window.reference]
         first = window.last is None  # of its micro-batch
         if not window.is_open:  # its first backward
             progress.reduced = progress.late = False
         elif progress.reduced and (self.unit == 1 or self._reducers):
-            self._finish_all([each for each in windows if self._progress[each.optimizer].reduced])
+            self._finish_all([each for each in windows if self._progress[each.reference].reduced])
         # Without a loader, windows of several optimizers end at different times: a forward may be armed for another.
         crossing = window.micro_batch is None and self._accumulates and len(self._progress) > 1
         if last and (crossing or not first or not self.armed):
@@ -280,7 +292,7 @@ class GradientAveraging(Averaging):
     def end(self, windows: list[Window], last: bool) -> None:
         """Record that gradients are being averaged, if they are."""
         for window in windows:
-            progress = self._progress[window.optimizer]
+            progress = self._progress[window.reference]
             progress.reduced = last
             if progress.done:
                 progress.done.clear()
@@ -294,7 +306,7 @@ class GradientAveraging(Averaging):
     def finish(self, window: Window) -> None:
         """Wait until the gradients are averaged. Collective."""
         self._pulse.phase = WAITING
-        progress = self._progress[window.optimizer]
+        progress = self._progress[window.reference]
         if progress.reduced:
             for finish in progress.finishers:
                 if self._shares or progress.done:
@@ -313,7 +325,7 @@ class GradientAveraging(Averaging):
 
     def complete(self, window: Window) -> None:
         """Wait until the gradients are averaged if they are being so, since they are to be moved. Collective."""
-        progress = self._progress[window.optimizer]
+        progress = self._progress[window.reference]
         reduced = progress.reduced
         self.finish(window)
         progress.reduced = reduced

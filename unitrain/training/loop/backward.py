@@ -9,11 +9,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from unitrain.errors import UsageError
 from unitrain.training.loop.parts import run_parts
@@ -56,7 +54,7 @@ class Backward:
         self._scale = scale
         self._on_host = on_host
         self._averaged = averaged
-        self._searched: WeakSet[Optimizer] = WeakSet()  # a graph of theirs was, for reentrant checkpointing
+        self._searched: set[str] = set()  # windows: a graph of theirs was, for reentrant checkpointing
 
     def __call__(self, losses: Losses, share: float, windows: list[Window], last: bool, of_all: bool) -> None:
         """Run the backward.
@@ -95,10 +93,11 @@ class Backward:
         Raises:
             UsageError: the graph has reentrant checkpointing, which can't be limited.
         """
-        if not all(window.optimizer in self._searched for window in windows):
+        names = [window.name for window in windows]
+        if not self._searched.issuperset(names):
             for loss in losses.each:
                 _refuse_reentrant_checkpointing(loss)
-            self._searched.update(window.optimizer for window in windows)
+            self._searched.update(names)
         return [window.evidence.leaf(p) for window in windows for p in window.trained]
 
     def _run(

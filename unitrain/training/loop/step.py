@@ -83,6 +83,7 @@ class TrainingStep:
         self._guard = guard_for(ranks, config.clip_norm, config.clip_value, self._judge.forbids)
         self.check_verdicts()
         self.windows: Windows = Windows(
+            ranks,
             backend,
             sockets.prepared,
             self.hooks,
@@ -123,7 +124,7 @@ class TrainingStep:
         if not window.advance():
             self.expect_next(window)
             return _WITHIN_WINDOW
-        if window.rivals:
+        if window.shared.rivals:
             self.windows.separate([window])
         self.averaging.finish(window)  # average
         gradients = self._guard.gradients(window.parameters)
@@ -133,7 +134,7 @@ class TrainingStep:
             window.rescale(gradients, self._accumulate)
         if self.scale.scaler is not None:
             self.scale.unscale(optimizer, gradients)  # unscale
-        stepped, norm = self._judge_clip_and_step(window, gradients)  # judge, clip, update
+        stepped, norm = self._judge_clip_and_step(optimizer, window, gradients)  # judge, clip, update
         if not stepped:
             self._go_on_without(window, norm)
         window.clear()
@@ -188,13 +189,15 @@ class TrainingStep:
             raise UsageError("sync=True can't end the window of a loader early: it ends with its last micro-batch.")
         return micro_batch.last if sync is None else sync
 
-    def _judge_clip_and_step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
+    def _judge_clip_and_step(
+        self, optimizer: Optimizer, window: Window, gradients: list[Tensor]
+    ) -> tuple[bool, Tensor | None]:
         """Run the hooks, the guard and ``optimizer.step()``. A GPU may judge while the host continues.
 
         Returns:
             Whether the optimizer stepped, and the norm of the gradients if it is computed and finite.
         """
-        optimizer, parameters, evidence = window.optimizer, window.parameters, window.evidence
+        parameters, evidence = window.parameters, window.evidence
         stepped, norm = False, None
         try:
             for begin in self.hooks.before_update:
@@ -267,10 +270,6 @@ class TrainingStep:
     @global_step.setter
     def global_step(self, number: int) -> None:
         self._pulse.step = number
-
-    def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that were prepared or stepped, in this order on all ranks."""
-        return [window.optimizer for window in self.windows]
 
     @property
     def within_window(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -12,13 +14,29 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.communication.backend import Backend
+from unitrain.communication.communicator import Communicator
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.training.gradients.evidence import Evidence
 from unitrain.training.hooks import Hooks, StepHook
 from unitrain.training.loop.weights import Total, Weight
-from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.models.prepared import PreparedModules, present
+
+
+@dataclass(eq=False, slots=True)
+class Shared:
+    """The parameters that the optimizer of a window shares with others.
+
+    Attributes:
+        rivals: windows of optimizers that train some of the same parameters, and these.
+        partners: those of them that share the losses of this window.
+        aside: gradients of shared parameters, while these have gradients of another window.
+    """
+
+    rivals: dict[Window, list[Parameter]] = field(default_factory=dict)
+    partners: set[Window] = field(default_factory=set)
+    aside: dict[Tensor, Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -28,38 +46,32 @@ class Window:
     Only its methods write to it.
 
     Attributes:
-        optimizer: the optimizer.
+        reference: to the optimizer, which is freed when the script drops it.
         name: its name in messages and collectives, unique among optimizers, and the same on all ranks.
         evidence: records which losses and gradients are finite.
         total: the sum of the weights of the losses.
         drop: drops the gradients of parameters.
-        groups: number of parameter groups.
         parameters: of the optimizer.
         trained: those that require gradients.
         micro_batch: of the last backward; None without a loader.
         micro_batches: number of those completed by ``update``.
         last: whether the last backward ends the window; None if the current micro-batch had none yet.
         witness: a gradient, its parameter and its version, to notice changes.
-        rivals: windows of optimizers that train some of the same parameters, and these.
-        partners: rivals that share the losses of this window.
-        aside: gradients of shared parameters, while these have gradients of another window.
+        shared: what it shares with other windows.
     """
 
-    optimizer: Optimizer
+    reference: ref[Optimizer]
     name: str
     evidence: Evidence
     total: Total
     drop: Callable[[Sequence[Parameter]], None]
-    groups: int = 0
     parameters: list[Parameter] = field(default_factory=list)
     trained: list[Parameter] = field(default_factory=list)
     micro_batch: MicroBatch | None = None
     micro_batches: int = 0
     last: bool | None = None
     witness: tuple[Parameter, Tensor, int] | None = None
-    rivals: dict[Window, list[Parameter]] = field(default_factory=dict)
-    partners: set[Window] = field(default_factory=set)
-    aside: dict[Tensor, Tensor | None] = field(default_factory=dict)
+    shared: Shared = field(default_factory=Shared)
 
     def watch(self, parameters: list[Parameter], trained: list[Parameter]) -> None:
         """Accumulate for these parameters of the optimizer from now on.
@@ -68,7 +80,6 @@ class Window:
             parameters: all of the optimizer's.
             trained: those that require gradients.
         """
-        self.groups = len(self.optimizer.param_groups)
         self.parameters = parameters
         known = set(map(id, self.trained))
         # A backward for another optimizer may have left gradients of parameters that this one trains only now.
@@ -85,8 +96,8 @@ class Window:
         self.micro_batches = 0
         self.last = None
         self.witness = None
-        if self.rivals:
-            self.aside.clear()
+        if self.shared.rivals:
+            self.shared.aside.clear()
 
     @property
     def is_open(self) -> bool:
@@ -176,17 +187,17 @@ class Window:
     @torch.no_grad()
     def keep(self, parameters: Sequence[Parameter]) -> bool:
         """Keep copies of these parameters' gradients, unless that was done. Return whether they were of this window."""
-        tensors = {tensor for p in parameters for tensor in (p, self.evidence.leaf(p))} - self.aside.keys()
+        tensors = {tensor for p in parameters for tensor in (p, self.evidence.leaf(p))} - self.shared.aside.keys()
         for tensor in tensors:
-            self.aside[tensor] = None if tensor.grad is None else tensor.grad.clone()
+            self.shared.aside[tensor] = None if tensor.grad is None else tensor.grad.clone()
         self.witness = None
         return bool(tensors)
 
     def restore(self) -> None:
         """Give the parameters the gradients that were kept."""
-        for tensor, gradient in self.aside.items():
+        for tensor, gradient in self.shared.aside.items():
             tensor.grad = gradient
-        self.aside.clear()
+        self.shared.aside.clear()
 
     def remember_gradients(self) -> None:
         """Remember a gradient and its version, to notice changes that the script makes before the step."""
@@ -251,6 +262,7 @@ class Windows:
 
     def __init__(
         self,
+        communicator: Communicator,
         backend: Backend,
         prepared: PreparedModules,
         hooks: Hooks,
@@ -264,6 +276,7 @@ class Windows:
         """Make no window yet.
 
         Args:
+            communicator: of this process.
             backend: knows the leaves of the graph, and drops gradients.
             prepared: the modules whose parameters optimizers may have.
             hooks: are told of new optimizers, and of the parameters that they train.
@@ -273,6 +286,7 @@ class Windows:
             all_gradients: keep all gradients as evidence (``debug``).
             complete: waits until the gradients of a window are averaged, if they are being so.
         """
+        self._communicator = communicator
         self._backend, self._prepared, self._hooks = backend, prepared, hooks
         self._total = total
         self._averaged = averaged
@@ -280,16 +294,48 @@ class Windows:
         self._all_gradients = all_gradients
         self._complete = complete
         self._shares = False  # whether optimizers share parameters
-        self._windows: dict[Optimizer, Window] = {}
+        self._windows: list[Window] = []
+        self._of: dict[int, Window] = {}  # by the id of an optimizer that exists
+        self._registered = 0  # ever
+        self._groups = 0  # of the optimizer, if it is the only one
         self.count: int = 0
 
     def __iter__(self) -> Iterator[Window]:
-        return iter(self._windows.values())
+        return iter(self._windows)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that exist on this rank. Others free one that the script has dropped sooner, or later."""
+        return [optimizer for window in self if (optimizer := window.reference()) is not None]
+
+    def on_all_ranks(self) -> list[Optimizer]:
+        """Return the optimizers that no rank has freed, and forget the windows of the others. Collective."""
+        optimizers = present(self._communicator, [window.reference for window in self])
+        gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
+        for window in gone:
+            window.evidence.close()
+            for rival in window.shared.rivals:
+                del rival.shared.rivals[window]
+                rival.shared.partners.discard(window)
+        self._windows = [window for window in self if window not in gone]
+        self.count = len(self._windows)
+        return [optimizer for optimizer in optimizers if optimizer is not None]
+
+    def forget_dropped(self) -> None:
+        """Forget the modules and optimizers that the script has dropped, and their parameters. Collective."""
+        gc.collect()  # which torch's wrappers, and optimizers with a scheduler, need to be freed
+        modules, optimizers = self._prepared.on_all_ranks(self._communicator), self.on_all_ranks()
+        kept = {p for module in modules for p in module.parameters()}
+        kept.update(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        self._prepared.keep(kept)
+        self._backend.keep(kept)
+        for keep in self._hooks.keep:
+            keep(optimizers, kept)
 
     @property
     def any_open(self) -> bool:
         """Whether an optimizer has gradients of a window that is not complete."""
-        return any(window.is_open for window in self._windows.values())
+        return any(window.is_open for window in self._windows)
 
     def of_update(self, optimizer: Optimizer) -> Window:
         """Return the window of an optimizer that had a backward.
@@ -297,7 +343,7 @@ class Windows:
         Raises:
             UsageError: it had none, or the script has changed gradients since.
         """
-        window = self._windows.get(optimizer)
+        window = self._of.get(id(optimizer))
         if window is None or window.last is None:
             raise UsageError("update() was called without a backward() before it.")
         if window.last and window.witness is not None:
@@ -310,25 +356,31 @@ class Windows:
         Raises:
             UsageError: this is no torch optimizer.
         """
-        window = self._windows.get(optimizer)
+        window = self._of.get(id(optimizer))
         if window is None:
             if not isinstance(optimizer, Optimizer):
                 raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
             for registered in self._hooks.registered:
                 registered(optimizer)
-            name = f"optimizer {self.count}"
+            name = f"optimizer {self._registered}"
             evidence = Evidence(all_gradients=self._all_gradients, leaf=self._backend.sharding.leaf)
-            window = Window(optimizer, name, evidence, self._total(name), self._backend.sharding.drop_gradients)
-            self._windows[optimizer] = window
+            key = id(optimizer)
+            drop = self._backend.sharding.drop_gradients
+            window = self._of[key] = Window(ref(optimizer), name, evidence, self._total(name), drop)
+            finalize(optimizer, self._of.pop, key)  # another one may get this id
+            self._windows.append(window)
+            self._registered += 1
+            self._groups = 0
             self.count += 1
         return window
 
     def introduce(self, hook: StepHook) -> None:
         """Tell a hook that was added late of the optimizers, and of the parameters that they train by now."""
         for window in self:
-            hook.registered(window.optimizer)
-            if window.parameters:
-                hook.watched(window.optimizer, window.trained)
+            if (optimizer := window.reference()) is not None:
+                hook.registered(optimizer)
+                if window.parameters:
+                    hook.watched(optimizer, window.trained)
 
     def of(self, optimizers: Sequence[Optimizer] | None) -> list[Window]:
         """Return the windows of optimizers, with their present parameters. None means all that are registered.
@@ -338,19 +390,19 @@ class Windows:
                 prepared module, or none is registered.
         """
         if optimizers is None:
-            if not self._windows:
+            if not self._of:
                 raise UsageError(
                     "backward() was called without an optimizer, and none was prepared: pass one to either."
                 )
-            optimizers = list(self._windows)
+            optimizers = self.optimizers
         windows = []
         for optimizer in optimizers:
-            window = self._windows.get(optimizer) or self.register(optimizer)
+            window = self._of.get(id(optimizer)) or self.register(optimizer)
             if window.witness is not None:
                 self._check_gradients(window)
             # With one optimizer in one process, frozen parameters need not be left out: they have no gradient.
-            if self._averaged or self.count > 1 or len(optimizer.param_groups) != window.groups:
-                self._follow(window)
+            if self._averaged or self.count > 1 or len(optimizer.param_groups) != self._groups:
+                self._follow(window, optimizer)
             windows.append(window)
         if self._shares:
             self._check_partners(windows)
@@ -360,15 +412,16 @@ class Windows:
     def _check_partners(self, windows: list[Window]) -> None:
         """Raise UsageError if some of the gradients that an optimizer accumulates belong to others as well."""
         for window in windows:
-            partners = window.rivals.keys() & set(windows)
-            if window.is_open and partners != window.partners:
-                rival = next(iter(partners ^ window.partners))
+            partners = window.shared.rivals.keys() & set(windows)
+            if window.is_open and partners != window.shared.partners:
+                rival = next(iter(partners ^ window.shared.partners))
+                parameter = self._prepared.name(window.shared.rivals[rival][0])
                 raise UsageError(
-                    f"{window.name} and {rival.name} share {self._prepared.name(window.rivals[rival][0])}, and some "
+                    f"{window.name} and {rival.name} share {parameter}, and some "
                     "losses of this accumulation window are for both, others for one of them: pass both to every "
                     "backward() of a window, or never, or add the losses."
                 )
-            window.partners = partners
+            window.shared.partners = partners
 
     def separate(self, windows: list[Window]) -> None:
         """Give parameters that several optimizers share the gradients of these windows, for a backward or an update.
@@ -376,10 +429,10 @@ class Windows:
         The gradients of other windows are kept, and wait for their turn. Collective.
         """
         for window in windows:
-            for rival, shared in window.rivals.items():
+            for rival, shared in window.shared.rivals.items():
                 if rival.is_open and rival not in windows:
                     self._complete(rival)
-                    if rival.keep(shared) and rival not in window.partners:
+                    if rival.keep(shared) and rival not in window.shared.partners:
                         window.drop(shared)
         for window in windows:
             window.restore()
@@ -389,23 +442,25 @@ class Windows:
         if not self._moves_gradients or self.count == 1:
             window.check_gradients()
 
-    def _follow(self, window: Window) -> None:
+    def _follow(self, window: Window, optimizer: Optimizer) -> None:
         """Update the window's parameters after changes of the optimizer's groups, or of ``requires_grad``."""
-        trained = [p for group in window.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if len(trained) != len(window.trained) or not all(map(is_, trained, window.trained)):
-            self._watch(window, trained)
+            self._watch(window, optimizer, trained)
 
-    def _watch(self, window: Window, trained: list[Parameter]) -> None:
+    def _watch(self, window: Window, optimizer: Optimizer, trained: list[Parameter]) -> None:
         """Tell everyone who keeps something for each parameter that an optimizer trains others now."""
-        parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._prepared.check(parameters)
         if self._averaged:
             window.evidence.watch(trained)
         for watched in self._hooks.watched:
-            watched(window.optimizer, trained)
+            watched(optimizer, trained)
         if self.count > 1:
             self._find_rivals(window, trained)
-        window.watch(parameters, trained)  # last: if there is no memory for buckets, the next call makes them
+        # Last: if there is no memory for buckets, the next call makes them.
+        window.watch(parameters, trained)
+        self._groups = len(optimizer.param_groups)
 
     def _find_rivals(self, window: Window, trained: list[Parameter]) -> None:
         """Find the optimizers that train some of these parameters, too, and keep their gradients."""
@@ -415,12 +470,12 @@ class Windows:
             if rival is window or not shared:
                 continue
             self._shares = True
-            window.rivals[rival] = rival.rivals[window] = shared
+            window.shared.rivals[rival] = rival.shared.rivals[window] = shared
             if rival.is_open:
                 self._complete(rival)
                 rival.keep(shared)
 
     def close(self) -> None:
         """Remove the hooks of all windows."""
-        for window in self._windows.values():
+        for window in self._windows:
             window.evidence.close()

@@ -1,4 +1,4 @@
-"""BatchNorm layers whose running statistics differ between ranks: averages of them, and stand-ins that don't count."""
+"""BatchNorm and InstanceNorm layers with statistics that differ between ranks: averages, and stand-ins don't count."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import CurrentBatch
@@ -19,9 +20,14 @@ class GlobalBatchNorm(_BatchNorm):
     """Base class of BatchNorm layers whose running statistics are the same on all ranks, and leave stand-ins out."""
 
 
+def has_statistics(layer: nn.Module) -> bool:
+    """Return whether a layer is one that may have running statistics: BatchNorm or InstanceNorm."""
+    return isinstance(layer, (_BatchNorm, _InstanceNorm))
+
+
 def is_unsynchronised(layer: nn.Module) -> bool:
-    """Return whether the running statistics of a layer, a BatchNorm, differ between ranks."""
-    return isinstance(layer, _BatchNorm) and not isinstance(layer, GlobalBatchNorm)
+    """Return whether the running statistics of a layer, BatchNorm or InstanceNorm, differ between ranks."""
+    return has_statistics(layer) and not isinstance(layer, GlobalBatchNorm)
 
 
 def _unsynchronised(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -43,7 +43,7 @@ class InSyncCheck(StepHook):
     Attributes:
         communicator: of this process.
         prepared: the prepared modules.
-        optimizers: returns the optimizers of the run, in the same order on all ranks.
+        optimizers: returns the optimizers of the run, in the same order on all ranks; collective.
     """
 
     communicator: Communicator
@@ -60,7 +60,7 @@ class InSyncCheck(StepHook):
         # First: other options are why the models differ.
         for optimizer in self.optimizers():
             check_optimizers(self.communicator, self.prepared, optimizer, options=True)
-        for module in self.prepared:
+        for module in self.prepared.on_all_ranks(self.communicator):
             check_in_sync(self.communicator, self.prepared.unwrap(module), tolerance=_ROUNDING)
 
 

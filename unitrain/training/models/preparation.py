@@ -20,6 +20,7 @@ from unitrain.errors import UsageError
 from unitrain.process import print_stderr
 from unitrain.rng import derived_seed, seed_rank
 from unitrain.training.models import batch_norm, in_sync, supported
+from unitrain.training.models.buffers import make_writable
 from unitrain.training.models.compile import compile_in_place
 from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
 from unitrain.training.models.passes import ModulePass
@@ -38,6 +39,7 @@ class Preparation:
         prepared: records modules and their parameters.
         register: called with each optimizer.
         current_batch: tells BatchNorm layers of stand-ins.
+        forget_dropped: forgets the modules and optimizers that the script has dropped; collective.
         config: the settings.
         wraps: whether the backend wraps modules: it averages their gradients, or there is one process.
         ranks_differ: whether the ranks draw different random numbers by now.
@@ -49,6 +51,7 @@ class Preparation:
     prepared: PreparedModules
     register: Callable[[Optimizer], object]
     current_batch: CurrentBatch
+    forget_dropped: Callable[[], None]
     config: StrategyConfig
     wraps: bool
     ranks_differ: bool = False
@@ -73,6 +76,8 @@ class Preparation:
         # Before any of them is changed, so that an interactive session can mend its call and repeat it.
         for item in objects:
             supported.check_kind(item)
+        if self.prepared.count:
+            self.forget_dropped()
         modules = [item for item in objects if isinstance(item, nn.Module)]
         if modules:
             for change in in_order(self.passes):
@@ -106,6 +111,7 @@ class Preparation:
         for change in in_order(self.passes):
             change.apply(module)
         if self.communicator.world_size > 1:
+            make_writable(module)
             in_sync.check_models(self.communicator, [*module.named_parameters(), *module.named_buffers()])
             if values is None:
                 tensors = [*module.parameters(), *module.buffers()]
@@ -125,7 +131,7 @@ class Preparation:
 
     def _values(self, module: nn.Module, initialise: Initialise) -> Values | None:
         """Give tensors on the meta device memory. Return the source of their values; None if no tensor is there."""
-        seed = derived_seed("initialise", self.config.seed, sum(1 for _ in self.prepared))
+        seed = derived_seed("initialise", self.config.seed, self.prepared.count)
         values = Values.of(self.communicator, module, initialise, seed)
         if values is not None:
             # FSDP gives parameters memory itself, a unit at a time.

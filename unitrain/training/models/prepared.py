@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
+from typing import Protocol, TypeVar, runtime_checkable
+from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from unitrain.communication.communicator import Communicator
 from unitrain.errors import UsageError
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -25,12 +29,21 @@ class Average(Protocol):
 class PreparedModules:
     """Records the modules that a strategy has prepared, and their parameters.
 
+    Modules are referenced weakly, so that they are freed when the script drops them. Of a module that is gone, the
+    layers that the script still has count as prepared modules.
+
     Args:
         shares: each rank's share of the samples, in lowest terms.
+
+    Attributes:
+        count: number of modules that were prepared, the same on all ranks.
     """
 
     def __init__(self, shares: tuple[int, ...]) -> None:
-        self._originals: MutableMapping[nn.Module, nn.Module] = {}  # by the module that prepare has returned
+        self.count: int = 0
+        # The original by the module that prepare has returned.
+        self._originals: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+        self._layers: list[ref[nn.Module]] = []  # of all modules, each after the module that it is in
         self._names: dict[Parameter, str] = {}
         self.shares: tuple[int, ...] = shares  # how the samples are shared among the processes
         self._replaced: dict[Parameter, Parameter] = {}  # the new parameter by the old one
@@ -54,7 +67,9 @@ class PreparedModules:
             module: the module.
             old: the parameters that it had before, by name, if some were replaced.
         """
-        self._originals[wrapped] = module
+        self.count += 1
+        self._originals[wrapped] = ref(module)
+        self._layers += map(ref, wrapped.modules())
         # Without the prefix of a compiled module: messages and checkpoints use the names of the original.
         for name, parameter in self.unwrap(module).named_parameters():
             self._names[parameter] = name
@@ -62,16 +77,28 @@ class PreparedModules:
                 self._replaced[old[name]] = parameter
 
     def __contains__(self, module: nn.Module) -> bool:
-        return module in self._originals or module in self._originals.values()
+        return any(module is known or module is original() for known, original in list(self._originals.items()))
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Yield each module in the form that ``prepare`` has returned, in the order of preparation."""
-        return iter(list(self._originals))  # a copy, since the dictionary may change meanwhile
+        return iter(_outermost(layer() for layer in self._layers))
+
+    def on_all_ranks(self, communicator: Communicator) -> list[nn.Module]:
+        """Return the modules that no rank has freed, and forget the others. Collective."""
+        layers = present(communicator, self._layers)
+        self._layers = [known for known, layer in zip(self._layers, layers, strict=True) if layer is not None]
+        return _outermost(layers)
+
+    def keep(self, parameters: Collection[Parameter]) -> None:
+        """Forget all other parameters: the script has dropped their modules."""
+        self._names = {p: name for p, name in self._names.items() if p in parameters}
+        self._replaced = {old: new for old, new in self._replaced.items() if new in parameters}
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the original module, without wrappers of the backend and ``torch.compile``, in any order."""
         while True:
-            inner = self._originals.get(module, module)
+            original = self._originals.get(module, lambda: None)()
+            inner = module if original is None else original
             inner = getattr(inner, "_orig_mod", inner)
             if inner is module:
                 return module
@@ -161,6 +188,25 @@ class PreparedModules:
                         "prepare(), load values into its parameters (without assign=True), or prepare what is added."
                     )
 
-    def release(self) -> None:
-        """Release the wrappers: their reducers must be gone before the process group is destroyed."""
-        self._originals = WeakKeyDictionary(self._originals)
+
+def present(communicator: Communicator, references: Sequence[ref[T]]) -> list[T | None]:
+    """Return the objects that exist on every rank, and None in the place of others. Collective.
+
+    Each rank collects its garbage at other times, so only this tells all of them the same.
+    """
+    objects = [reference() for reference in references]
+    if communicator.world_size > 1 and objects:
+        everywhere = communicator.all_reduce(torch.tensor([known is not None for known in objects]), "min").tolist()
+        return [known if exists else None for known, exists in zip(objects, everywhere, strict=True)]
+    return objects
+
+
+def _outermost(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
+    """Return the layers that are in no layer before them. None stands for one that is gone."""
+    outermost: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for layer in layers:
+        if layer is not None and layer not in inside:
+            outermost.append(layer)
+            inside.update(layer.modules())
+    return outermost
