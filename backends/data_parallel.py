@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from unitrain.communication.backend import LocalBackend
+from unitrain.communication.structure import rebuilt, tensors
 from unitrain.config import StrategyConfig
 from unitrain.device import choices, device_type, devices_of
 from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
-from unitrain.structure import rebuilt, tensors
 from unitrain.training.models.compile import is_compiled
 from unitrain.wrapper import Wrapper
 

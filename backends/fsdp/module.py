@@ -20,9 +20,9 @@ from torch.distributed.fsdp import (
 )
 from torch.nn import Parameter
 
+from unitrain.communication.structure import tensors
 from unitrain.errors import UsageError
 from unitrain.module_copy import add_hooks, move_foreign, without_memory
-from unitrain.structure import tensors
 from unitrain.training.models.materialising import give_memory
 
 from .changes import ForwardChanges, explain_forward, explain_methods, refuse_hidden_outputs, refuse_tied

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from unitrain.structure import rebuilt, tensors
+from unitrain.communication.structure import rebuilt, tensors
 
 ROWS = torch.ones(2)
 

@@ -15,8 +15,8 @@ from unitrain.checkpoint.store.torch_files import MappedFiles, plain
 from unitrain.checkpoint.writer import on_host
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import SentState, leaves, outline
+from unitrain.communication.structure import rebuilt
 from unitrain.errors import UsageError
-from unitrain.structure import rebuilt
 from unitrain.training.models import batch_norm
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.url import parsed

@@ -14,9 +14,9 @@ from unitrain.checkpoint.store.torch_files import plain
 from unitrain.checkpoint.writer import snapshot
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import Form, SentState
+from unitrain.communication.structure import tensors
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError
-from unitrain.structure import tensors
 from unitrain.training.models.buffers import make_writable
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.state_parts import StatePart

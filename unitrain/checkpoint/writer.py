@@ -18,9 +18,9 @@ from torch import Tensor
 
 from unitrain.checkpoint.sharded.saving import Portion, Shards, write_all, write_own
 from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.communication.structure import rebuilt, tensors
 from unitrain.device import streams_of
 from unitrain.errors import CheckpointError
-from unitrain.structure import rebuilt, tensors
 
 # What is being written in the background. This uses executors, which refuse work once the main thread has ended: a
 # script may end with a save, so its end is waited for before that. A forked process has no thread that would end its

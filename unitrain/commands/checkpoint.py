@@ -18,8 +18,8 @@ from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import DamagedError, Located, NotACheckpointError, checkpoint_at
 from unitrain.commands.arguments import path, sentence
 from unitrain.communication.state_transfer import Form, leaves
+from unitrain.communication.structure import rebuilt
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.structure import rebuilt
 
 
 def inspect(path: Path) -> int:

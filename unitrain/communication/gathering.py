@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unitrain.communication.communicator import Communicator, check_same_form, communicable
+from unitrain.communication.structure import rebuilt, refilled
 from unitrain.errors import UsageError, by_rank
 from unitrain.rng import derived_seed
-from unitrain.structure import rebuilt, refilled
 
 
 class Gathering:

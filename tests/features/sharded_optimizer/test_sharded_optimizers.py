@@ -23,9 +23,9 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain import Strategy, UsageError
 from unitrain.communication.sharding import OwnedBy
+from unitrain.communication.structure import tensors
 from unitrain.features.ema import EMA
 from unitrain.features.sharded_optimizer.optimizers import ShardedOptimizers
-from unitrain.structure import tensors
 
 WORDS, WIDTH, LENGTH, SAMPLES, BATCH = 36, 24, 6, 22, 7
 EXACT = 1e-9

@@ -36,9 +36,9 @@ from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import write_part
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import SentState, needed, outline, own_rows
+from unitrain.communication.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
-from unitrain.structure import rebuilt
 
 NOTE = "rank-{}.json"
 """The name of the file in which a rank tells another one what it has written."""

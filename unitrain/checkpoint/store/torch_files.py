@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unitrain.structure import tensors
+from unitrain.communication.structure import tensors
 
 _libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from unitrain.communication.structure import rebuilt, tensors
 from unitrain.device import IN_STEP, streams_of
-from unitrain.structure import rebuilt, tensors
 
 T = TypeVar("T")
 

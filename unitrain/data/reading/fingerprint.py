@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from unitrain.communication.structure import leaves
 from unitrain.errors import CheckpointError
-from unitrain.structure import leaves
 
 # At most about this many rows of a tensor are used, at even distances.
 _ROWS = 4096

@@ -24,10 +24,10 @@ from unitrain.checkpoint.store.located import DamagedError, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Background
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.structure import tensors
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.features.memory_copies import Settings
 from unitrain.process import print_stderr
-from unitrain.structure import tensors
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.state_parts import FEATURE

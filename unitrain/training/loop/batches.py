@@ -21,11 +21,11 @@ from weakref import WeakSet
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unitrain.communication.structure import tensors
 from unitrain.data.loop import CurrentBatch, Iteration
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
 from unitrain.pulse import ITERATION
-from unitrain.structure import tensors
 from unitrain.training.loop.weights import Losses
 
 Entry: TypeAlias = tuple[MicroBatch, Iteration]
