@@ -20,9 +20,9 @@ PACKAGES = ("unitrain", "backends")
 # Each bound is the number of today: lower those of code and names, and raise those of docstrings and comments.
 MOST_CODE = 21_343
 LEAST_DOCSTRINGS = 0.295  # lines of docstrings for each line of code
-LEAST_COMMENTS = 0.072
-MOST_PRONOUNS = 80
-MOST_HEADLESS = 55
+LEAST_COMMENTS = 0.073
+MOST_PRONOUNS = 2
+MOST_HEADLESS = 9
 
 PRONOUNS = ("one", "own", "found", "its", "before")
 NO_CODE = {

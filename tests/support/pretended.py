@@ -46,7 +46,13 @@ class _Mute(Backend):
 
 
 class _Alike(Communicator):
-    """A communicator that assumes that the other ranks have the same objects, as in the handshake."""
+    """A communicator that assumes that the other ranks have the same objects, as in the handshake.
+
+    Attributes:
+        model: the prepared model, which lives as long as a loader that has this communicator.
+    """
+
+    model: nn.Module
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack([tensor] * self.world_size)
@@ -63,7 +69,7 @@ class PretendedRank:
         stopping = Stopping(Boundaries(pulse), pulse, None, is_main=rank == 0)
         shares = reduced(config.shares or (1,) * world_size)
         prepared = PreparedModules(shares)
-        self.model = model = nn.Identity()  # in training mode: ranks without samples get stand-ins
+        self.communicator.model = model = nn.Identity()  # in training mode: ranks without samples get stand-ins
         prepared.add(model, model)
         self.sockets = Sockets(self.communicator, backend, prepared, config, stopping)
         self.step = TrainingStep(self.sockets, None, stopping.pass_boundary)

@@ -16,7 +16,7 @@ from unitrain import DataError
 
 def read_shards(sizes: list[int], workers: int) -> dict[str, Any]:
     strategy = unitrain.init(accumulate=2, timeout_s=30)
-    strategy.prepare(nn.Linear(1, 1))  # without a model in training mode, there would be no stand-ins
+    model = strategy.prepare(nn.Linear(1, 1))  # without a model in training mode, there would be no stand-ins
     data = Shards(sizes)
     batch = 4 * strategy.world_size
     loader = strategy.dataloader(data, global_batch_size=batch, **of_workers(workers))
@@ -31,6 +31,7 @@ def read_shards(sizes: list[int], workers: int) -> dict[str, Any]:
     with torch.no_grad():
         again = [sample for batch in loader for sample in batch.tolist()]
     assert again == seen
+    assert model.training
     return {"seen": seen, "counts": counts, "states": states}
 
 
