@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class RunPart(ObjectPart):
         communicator: the communicator of this process.
         step: counts the steps.
         states: small states by name.
-        objects: the parts of the script's objects, by name: the optimizers' parameters are saved with their names.
+        names: returns the names of the parameters of each optimizer.
         classes: the names of the classes of optimizers and schedulers.
         seed: of the random number generators, on another number of ranks.
         restored: called when random number generators have been restored.
@@ -55,7 +56,7 @@ class RunPart(ObjectPart):
     communicator: Communicator
     step: TrainingStep
     states: States
-    objects: Mapping[str, ObjectPart]
+    names: Callable[[], dict[str, list[Name] | None]]
     classes: Mapping[str, str]
     seed: int
     restored: Callable[[], None]
@@ -78,7 +79,7 @@ class RunPart(ObjectPart):
             "steps": self.step.global_step,
             "features": self.states.collect(),
             "random": self.communicator.all_gather_object(state),
-            "names": _names(self.objects),
+            "names": self.names(),
             "classes": self.classes,
         }
 
@@ -108,6 +109,9 @@ class Contents:
     Attributes:
         objects: the script's objects.
         of_objects: their parts, by name.
+        modules: the original modules, by name.
+        optimizers: the parts of optimizers.
+        schedulers: the parts of schedulers.
 
     Raises:
         UsageError: an object has no state, or a name is not that of a file.
@@ -133,31 +137,21 @@ class Contents:
         self.of_objects: dict[str, ObjectPart] = {
             name: _part_of(name, value, sockets.prepared, ranks) for name, value in objects.items()
         }
+        parts = self.of_objects.items()
+        self.modules: dict[str, nn.Module] = {name: part.module for name, part in parts if isinstance(part, ModulePart)}
+        self.optimizers: dict[str, OptimizerPart] = {n: part for n, part in parts if isinstance(part, OptimizerPart)}
+        self.schedulers: dict[str, SchedulerPart] = {n: part for n, part in parts if isinstance(part, SchedulerPart)}
         originals = {**objects, **self.modules}
         self._of_features = [part for make in sockets.parts if (part := make(originals)) is not None]
         classes = {name: part.class_name for name, part in {**self.optimizers, **self.schedulers}.items()}
-        self._run = RunPart(ranks, step, sockets.states, self.of_objects, classes, sockets.config.seed, restored)
+        names = partial(_names, self.modules, self.optimizers)  # not of self: a cycle would keep the models of a run
+        self._run = RunPart(ranks, step, sockets.states, names, classes, sockets.config.seed, restored)
         self._is_main = ranks.is_main
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The original modules."""
-        return {name: part.module for name, part in self.of_objects.items() if isinstance(part, ModulePart)}
-
-    @property
-    def optimizers(self) -> dict[str, OptimizerPart]:
-        """The parts that are optimizers'."""
-        return {name: part for name, part in self.of_objects.items() if isinstance(part, OptimizerPart)}
-
-    @property
-    def schedulers(self) -> dict[str, SchedulerPart]:
-        """The parts that are schedulers'."""
-        return {name: part for name, part in self.of_objects.items() if isinstance(part, SchedulerPart)}
 
     @property
     def names(self) -> dict[str, list[Name] | None]:
         """The names of the parameters of each optimizer."""
-        return _names(self.of_objects)
+        return _names(self.modules, self.optimizers)
 
     @property
     def has_loader(self) -> bool:
@@ -331,7 +325,6 @@ def _warn_of_unknown(name: str) -> None:
     print_stderr(f"unitrain: the checkpoint has the state of {name}, which this run does not use: it is left out.")
 
 
-def _names(parts: Mapping[str, ObjectPart]) -> dict[str, list[Name] | None]:
-    """Return the names of the parameters of each optimizer, given the parts of a script's objects."""
-    modules = {name: part.module for name, part in parts.items() if isinstance(part, ModulePart)}
-    return {name: part.names(modules) for name, part in parts.items() if isinstance(part, OptimizerPart)}
+def _names(modules: Mapping[str, nn.Module], optimizers: Mapping[str, OptimizerPart]) -> dict[str, list[Name] | None]:
+    """Return the names of the parameters of each optimizer."""
+    return {name: part.names(modules) for name, part in optimizers.items()}

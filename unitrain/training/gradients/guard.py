@@ -103,6 +103,7 @@ class GuardedStep(StepHook):
         if self._may_flag and gradients and getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._step_flagged(optimizer, parameters, gradients, losses)
         if self._only_checks:
+            # _are_finite() written out: this is each step of the usual run, which a call would make dearer.
             self._check(gradients, losses)
             if not self._read_flag():
                 optimizer.step()
