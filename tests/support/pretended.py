@@ -100,5 +100,5 @@ def _step_of(loader: Loader) -> TrainingStep:
 def trained(loader: Loader, count: int | None = None) -> Iterator[Any]:
     """Yield at most ``count`` of a loader's batches, as in a loop with a backward for each."""
     for batch in islice(loader, count):
-        _step_of(loader).batches.of_backward(Losses([], []))
+        _step_of(loader).batches.of_backward(Losses(torch.zeros((), requires_grad=True)))
         yield batch

@@ -29,12 +29,14 @@ class Evidence:
         leaf: returns the leaf of the graph for a parameter.
 
     Attributes:
+        is_empty: whether nothing was recorded since the window began.
         loss_is_finite: whether all losses are that the host has read.
         losses: the losses on a GPU, where reading them would wait for it.
     """
 
     def __init__(self, *, all_gradients: bool, leaf: Callable[[Parameter], Tensor] = lambda p: p) -> None:
         self.leaf: Callable[[Parameter], Tensor] = leaf
+        self.is_empty: bool = True
         self.loss_is_finite: bool = True
         self.losses: list[Tensor] = []
         self._all_gradients = all_gradients
@@ -61,11 +63,12 @@ class Evidence:
         """Keep a gradient, before it is accumulated. Return another one in its place if it is to show the loss."""
         if self._keeps:
             self._gradients.append(gradient)
+            self.is_empty = False
         return None if self._nan is None else gradient + self._nan.to(gradient.device, gradient.dtype)
 
     def refuse_loss(self) -> None:
         """Record a non-finite loss."""
-        self.loss_is_finite = False
+        self.loss_is_finite = self.is_empty = False
 
     def add_loss(self, loss: Tensor, *, averaged: bool) -> None:
         """Record a loss that the host does not know yet.
@@ -78,6 +81,7 @@ class Evidence:
             averaged: whether gradients are averaged over the ranks in every step.
         """
         self.losses.append(loss)
+        self.is_empty = False
         if averaged:
             self._nan = torch.where(loss.isfinite(), 0.0, math.nan)
 
@@ -94,9 +98,8 @@ class Evidence:
         """Drop the records. A new window begins."""
         self._gradients.clear()
         self._nan = None
-        self.loss_is_finite = True
-        if self.losses:
-            self.losses = []
+        self.loss_is_finite = self.is_empty = True
+        self.losses = []
 
     def losses_are_finite(self) -> bool:
         """Return whether all losses are finite. The host waits for the device."""

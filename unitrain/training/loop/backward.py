@@ -80,7 +80,10 @@ class Backward:
             start = None  # autograd then starts from 1, without a tensor
             if losses.weights or share != 1.0 or self._scale.scaler is not None:
                 start = self._scale.start(loss, weight)
-            self._run(windows, inputs, loss, start, weight)
+            if self._on_host and not isinstance(weight, Tensor) and weight and math.isfinite(loss.item()):
+                loss.backward(start, inputs=inputs)  # type: ignore[no-untyped-call]  # the usual case, without a call
+            else:
+                self._run(windows, inputs, loss, start, weight)
         except RuntimeError as error:
             for part, message in _CAUSES.items():
                 if part in str(error):

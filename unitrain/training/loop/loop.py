@@ -39,7 +39,6 @@ class TrainingLoop:
         self._batches = step.batches
         self._prepared = prepared
         self._pass_boundary = pass_boundary
-        self._optimizer_steps = optimizer_steps()
         self._evaluations: list[Iteration] = []  # in progress
         self._latest: Iteration | None = None  # has yielded the last batch
         # By the line that made a loader, and the order: which loader has trained which models last, and until which
@@ -55,7 +54,7 @@ class TrainingLoop:
             self.follows()
             self._batches.begin(iteration)
             # Tells at its end whether it has trained, if the script steps an optimizer itself.
-            iteration.began_at = self._optimizer_steps.count
+            iteration.began_at = optimizer_steps().count
             for measured in self._step.hooks.batches:
                 batches = measured(batches)
         return batches
@@ -133,7 +132,7 @@ class TrainingLoop:
         self._batches.release(iteration)
         if iteration.trained:
             return True
-        iteration.end_early(self._optimizer_steps.count)
+        iteration.end_early(optimizer_steps().count)
         self.end(iteration, complete=False)
         return iteration.trained
 
@@ -143,7 +142,7 @@ class TrainingLoop:
         Only if that one had ended before, and with one optimizer and the same models: two loaders may be read side by
         side, and the loaders of a cross-validation in one order.
         """
-        steps = self._optimizer_steps.count
+        steps = optimizer_steps().count
         iteration.end_early(steps)
         if not iteration.trained or self._step.windows.count > 1:
             return False

@@ -76,8 +76,7 @@ class TrainingStep:
         self.scale: LossScale = LossScale(scaler)
         averaged = self.averaging.in_step
         self._weights = Weights(ranks, config.accumulate, self.averaging.unit)
-        on_host = ranks.device.type == "cpu"
-        self._differentiate = Backward(self._weights, self.scale, on_host=on_host, averaged=averaged)
+        self._differentiate = Backward(self._weights, self.scale, on_host=ranks.device.type == "cpu", averaged=averaged)
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
         self._judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
         self._guard = guard_for(ranks, config.clip_norm, config.clip_value, self._judge.forbids)
@@ -103,7 +102,7 @@ class TrainingStep:
         self, loss: ScriptLosses, optimizers: Sequence[Optimizer] | None, sync: bool | None, weight: GivenWeights
     ) -> None:
         """Run the first half of a step, for each micro-batch."""
-        losses = Losses.of(loss, weight)
+        losses = Losses(loss, weight)
         if self._pulse.step >= self.checks.next_look:
             self.checks.before_backward(losses, self.batches.micro_batch)
         windows = self.windows.of(optimizers)
@@ -112,21 +111,22 @@ class TrainingStep:
         losses, total, share = self._weights.weigh(losses, micro_batch)  # weigh
         for window in windows:
             window.enter(micro_batch, total, last)
-        self.averaging.begin(losses, windows, last)
+        if self.averaging.in_step:
+            self.averaging.begin(losses, windows, last)
         self._differentiate(losses, share, windows, last, len(windows) == self.windows.count)  # backward
-        self.averaging.end(windows, last)
+        if self.averaging.in_step:
+            self.averaging.end(windows, last)
         for window in windows:
             window.leave(last)
 
     def _update(self, optimizer: Optimizer, scheduler: Any) -> StepResult:
         """Run the second half, which makes a step at the end of an accumulation window."""
-        window = self.windows.of_update(optimizer)
-        if not window.advance():
+        window = self.windows.advance(optimizer)
+        if not window.last:
             self.expect_next(window)
             return _WITHIN_WINDOW
-        if window.shared.rivals:
-            self.windows.separate([window])
-        self.averaging.finish(window)  # average
+        if self.averaging.in_step:
+            self.averaging.finish(window)  # average
         gradients = self._guard.gradients(window.parameters)
         if not gradients:
             self.checks.no_gradients(window.name)
@@ -135,10 +135,10 @@ class TrainingStep:
         if self.scale.scaler is not None:
             self.scale.unscale(optimizer, gradients)  # unscale
         stepped, norm = self._judge_clip_and_step(optimizer, window, gradients)  # judge, clip, update
-        if not stepped:
-            self._go_on_without(window, norm)
         window.clear()
-        self._count(window)  # count
+        self._pulse.step += 1  # count, whether or not weights have changed: every rank has come as far
+        if self.averaging.in_step or self.scale.scaler is not None:
+            self._follow(window)
         if stepped and scheduler is not None:
             self.step_scheduler(scheduler)
         self._end_step()  # boundary
@@ -192,7 +192,7 @@ class TrainingStep:
     def _judge_clip_and_step(
         self, optimizer: Optimizer, window: Window, gradients: list[Tensor]
     ) -> tuple[bool, Tensor | None]:
-        """Run the hooks, the guard and ``optimizer.step()``. A GPU may judge while the host continues.
+        """Run the hooks, the guard and ``optimizer.step()``, or continue without. A GPU may judge later than the host.
 
         Returns:
             Whether the optimizer stepped, and the norm of the gradients if it is computed and finite.
@@ -213,6 +213,8 @@ class TrainingStep:
             for failed in self.hooks.after_error:
                 failed(optimizer)
             raise
+        if not stepped:
+            self._go_on_without(window, norm)
         return stepped, norm
 
     def _go_on_without(self, window: Window, norm: Tensor | None) -> None:
@@ -226,9 +228,8 @@ class TrainingStep:
             self._update_scale()
             raise
 
-    def _count(self, window: Window) -> None:
-        """Count the step, whether or not it changed weights: every rank has come as far."""
-        self._pulse.step += 1
+    def _follow(self, window: Window) -> None:
+        """Tell the loss scale, the watch and the backend of the step."""
         if self.scale.scaler is not None:
             self._update_scale()
         if self.averaging.in_step:
@@ -248,7 +249,7 @@ class TrainingStep:
 
     def _end_step(self) -> None:
         """If the ranks have one model, run the actions that wait for the end of all windows, and pass the boundary."""
-        if not self.replicas.end_step():
+        if self.replicas.differ and not self.replicas.end_step():
             return
         if self._at_window_end and not self.windows.any_open:
             actions, self._at_window_end = self._at_window_end, []

@@ -7,6 +7,7 @@ unknown beforehand (``weight=``), the weights are summed over the ranks, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -41,41 +42,36 @@ GivenWeights = ScriptWeights | OfBatch
 _SAME_LENGTH = 8  # losses, up to which the ranks sum tensors of one length even if they have other numbers of losses
 
 
-@dataclass(slots=True)
 class Losses:
-    """The losses of one backward, each a mean over something else."""
+    """The losses of one backward, each a mean over something else. Named ones are sorted, as ranks may differ in that.
 
-    each: list[Tensor]
-    weights: list[Weight]
-    """One for each loss, or none. After the weights of several losses comes a checksum of their names or number,
-    so that their totals show whether all ranks have the same."""
-    batches: Sequence[Any] = ()
-    """The batch of all losses, or one for each, if the script passes them."""
+    Args:
+        loss: a tensor, or a list or dict of tensors, as the script passes it.
+        weight: None, or a weight for each loss, in a container of the same kind, perhaps with their batches.
 
-    @classmethod
-    def of(cls, loss: Any, weight: Any) -> Losses:
-        """Return the losses that a script passes. Named ones are sorted, as ranks may have them in another order.
+    Attributes:
+        each: the losses.
+        weights: one for each loss, or none. After the weights of several losses comes a checksum of their names or
+            number, so that their totals show whether all ranks have the same.
+        batches: the batch of all losses, or one for each, if the script passes them.
 
-        Args:
-            loss: a tensor, or a list or dict of tensors.
-            weight: None, or a weight for each loss, in a container of the same kind, perhaps with their batches.
+    Raises:
+        UsageError: a loss can't be trained on, or weights do not match the losses.
+    """
 
-        Raises:
-            UsageError: a loss can't be trained on, or weights do not match the losses.
-        """
-        if weight is None:
-            if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():  # the usual case, without a call
-                return cls([loss], [])
-            if isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping)):
-                return cls([checked(loss)], [])
+    __slots__ = ("batches", "each", "weights")
+
+    def __init__(self, loss: Any, weight: Any = None) -> None:
+        self.weights: list[Weight] = []
+        self.batches: Sequence[Any] = ()
+        if weight is None and isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
+            self.each = [loss]  # the usual case, without a call
+            return
         if isinstance(weight, OfBatch):
-            of_batch, batch = cls.of(loss, weight.weight), weight.batch
-            of_batch.batches = [batch]
-            if isinstance(loss, Mapping) and isinstance(batch, Mapping) and loss.keys() == batch.keys():
-                of_batch.batches = [batch[name] for name in sorted(loss)]
-            elif isinstance(loss, Sequence) and isinstance(batch, Sequence) and len(loss) == len(batch):
-                of_batch.batches = batch
-            return of_batch
+            self.batches, weight = _batch_of_each(loss, weight.batch), weight.weight
+        if weight is None and (isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping))):
+            self.each = [checked(loss)]
+            return
         losses, weights, names = loss, weight, []
         if isinstance(weight, Tensor):
             weights = weight.reshape(-1).unbind()
@@ -96,12 +92,23 @@ class Losses:
         # Zeros up to one length, and the checksum last: ranks with other losses then still take part in the same sum,
         # and notice the difference in its result.
         rest = [0.0] * (-len(losses) % _SAME_LENGTH) + [1.0 + crc32(repr([names, len(losses)]).encode())]
-        return cls([checked(loss) for loss in losses], [*weights, *(rest if len(losses) > 1 else ())])
+        self.each = [checked(loss) for loss in losses]
+        self.weights = [*weights, *(rest if len(losses) > 1 else ())]
 
     def of_stand_in(self) -> Losses:
         """Return the same losses with weight 0."""
-        count = len(self.each)
-        return Losses(self.each, [*(0.0 for _ in self.each), *self.weights[count:]])
+        losses, count = copy(self), len(self.each)
+        losses.weights = [*(0.0 for _ in self.each), *self.weights[count:]]
+        return losses
+
+
+def _batch_of_each(loss: Any, batch: Any) -> Sequence[Any]:
+    """Return the batch of each loss, if the script passes as many as losses, or the one batch that all are of."""
+    if isinstance(loss, Mapping) and isinstance(batch, Mapping) and loss.keys() == batch.keys():
+        return [batch[name] for name in sorted(loss)]
+    if isinstance(loss, Sequence) and isinstance(batch, Sequence) and len(loss) == len(batch):
+        return batch
+    return [batch]
 
 
 def checked(loss: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ class Window:
     def clear(self) -> None:
         """Drop everything that was accumulated, including gradients, and start a new window."""
         self.drop(self.parameters)
-        self.evidence.clear()
+        if not self.evidence.is_empty:
+            self.evidence.clear()
         if self.total.weight is not None:
             self.total.clear()
         self.micro_batch = None
@@ -337,8 +338,8 @@ class Windows:
         """Whether an optimizer has gradients of a window that is not complete."""
         return any(window.is_open for window in self._windows)
 
-    def of_update(self, optimizer: Optimizer) -> Window:
-        """Return the window of an optimizer that had a backward.
+    def advance(self, optimizer: Optimizer) -> Window:
+        """Complete a micro-batch of an optimizer that had a backward, and return its window. Collective if that ends.
 
         Raises:
             UsageError: it had none, or the script has changed gradients since.
@@ -348,6 +349,8 @@ class Windows:
             raise UsageError("update() was called without a backward() before it.")
         if window.last and window.witness is not None:
             self._check_gradients(window)
+        if window.advance() and window.shared.rivals:
+            self.separate([window])
         return window
 
     def register(self, optimizer: Optimizer) -> Window:
