@@ -39,6 +39,8 @@ class TrainingLoop:
         self._batches = step.batches
         self._prepared = prepared
         self._pass_boundary = pass_boundary
+        # Counted from the first iteration on. An attribute, since a loop may be left when modules have no globals any more.
+        self._optimizer_steps = optimizer_steps
         self._evaluations: list[Iteration] = []  # in progress
         self._latest: Iteration | None = None  # has yielded the last batch
         # By the line that made a loader, and the order: which loader has trained which models last, and until which
@@ -54,7 +56,7 @@ class TrainingLoop:
             self.follows()
             self._batches.begin(iteration)
             # Tells at its end whether it has trained, if the script steps an optimizer itself.
-            iteration.began_at = optimizer_steps().count
+            iteration.began_at = self._optimizer_steps().count
             for measured in self._step.hooks.batches:
                 batches = measured(batches)
         return batches
@@ -132,7 +134,7 @@ class TrainingLoop:
         self._batches.release(iteration)
         if iteration.trained:
             return True
-        iteration.end_early(optimizer_steps().count)
+        iteration.end_early(self._optimizer_steps().count)
         self.end(iteration, complete=False)
         return iteration.trained
 
@@ -142,7 +144,7 @@ class TrainingLoop:
         Only if that one had ended before, and with one optimizer and the same models: two loaders may be read side by
         side, and the loaders of a cross-validation in one order.
         """
-        steps = optimizer_steps().count
+        steps = self._optimizer_steps().count
         iteration.end_early(steps)
         if not iteration.trained or self._step.windows.count > 1:
             return False
