@@ -368,8 +368,8 @@ def test_losses_of_a_stand_in_and_of_another_batch_need_their_batches(how: str, 
     for _ in range(2):
         rank.loop._batches.of_backward(Losses([loss, loss], OfBatch(next(pairs), [1, 2])))
     batches = next(pairs)
+    losses = Losses([loss, loss], [1, 2]) if how == "weights" else Losses(loss, OfBatch(batches, None))
     with pytest.raises(UsageError, match="it is not clear which one the loss is of: 0 of 1 samples"):
-        losses = Losses([loss, loss], [1, 2]) if how == "weights" else Losses(loss, OfBatch(batches, None))
         rank.loop._batches.of_backward(losses)
 
 

@@ -39,7 +39,7 @@ class TrainingLoop:
         self._batches = step.batches
         self._prepared = prepared
         self._pass_boundary = pass_boundary
-        # Counted from the first iteration on. An attribute, since a loop may be left when modules have no globals any more.
+        # An attribute, since an interpreter that ends may leave a loop when this module has no globals any more.
         self._optimizer_steps = optimizer_steps
         self._evaluations: list[Iteration] = []  # in progress
         self._latest: Iteration | None = None  # has yielded the last batch
