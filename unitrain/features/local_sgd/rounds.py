@@ -20,7 +20,6 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from unitrain import call_site
 from unitrain.checkpoint.names import in_order
 from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.communication.communicator import Communicator
@@ -190,8 +189,8 @@ class LocalSGD(Feature, Replicas):
 
     def at_end(self) -> None:
         """Warn if a round has not ended."""
-        if self.is_open and self._communicator.is_main:
-            call_site.warn(
+        if self.is_open:
+            self._communicator.warn(
                 f"the run has ended within a round of local_sgd: its last {self.steps} steps were not averaged "
                 "over the ranks. End it after the last step of a round, or after an epoch."
             )
