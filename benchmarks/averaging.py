@@ -11,7 +11,7 @@ bit for bit.
 
 **Over slow links**: two network namespaces, joined by a link that ``tc`` slows down to 100 Mbit/s or 1 Gbit/s, stand
 for two hosts. DDP averages ResNet-18's gradients (45 MB) with each compression, without accumulation and over 4
-micro-batches, or its weights every 32 steps (``local_sgd``), at once or in fragments; an optimizer step is timed.
+micro-batches, or its weights every 32 steps (``local_sgd``); an optimizer step is timed.
 The settings belong to a strategy, so each turn starts one. Its first steps, in which buckets are built or compression
 has not begun, are not counted. Losses are compared on scikit-learn's digits over a fast link, where rounds of
 ``local_sgd`` end with the epoch, after 22 steps: the effect of a setting on the loss does not depend on the link.
@@ -61,23 +61,22 @@ SHORT_ELEMENTS = 2**14  # maximum number of elements of a tensor
 COMPRESSIONS: tuple[str, ...] = get_args(StrategyConfig.model_fields["compression"].annotation)
 ACCUMULATED = ("none", "powersgd")
 PLAIN = "none"
-ROUND, FRAGMENTS = 32, 4
+ROUND = 32
 Settings = dict[str, dict[str, Any]]
 
 
-def in_rounds(steps: int, fragments: int) -> Settings:
+def in_rounds(steps: int) -> Settings:
     """Return the settings that average weights after every few steps."""
     return {
         f"local SGD, {steps} steps": {"local_sgd": {"steps": steps, "outer_lr": 1.0, "outer_momentum": 0.0}},
         f"DiLoCo, {steps} steps": {"local_sgd": {"steps": steps}},
-        f"DiLoCo, {steps} steps, {fragments} fragments": {"local_sgd": {"steps": steps, "fragments": fragments}},
     }
 
 
 SETTINGS: Settings = {
     **{name: {"compression": name} for name in COMPRESSIONS},
     **{f"{name}, accumulate 4": {"compression": name, "accumulate": 4} for name in ACCUMULATED},
-    **in_rounds(ROUND, FRAGMENTS),
+    **in_rounds(ROUND),
     f"DiLoCo, {ROUND} steps, bf16": {"local_sgd": {"steps": ROUND}, "compression": "bf16"},
 }
 LINK_LENGTH, SHORT_LINK = (2, 2), (2, 1)  # rounds, and steps per round
@@ -235,7 +234,7 @@ def measure_language(steps: int, round_: int, width: int, windows: int) -> Found
     compressed: Settings = {name: {"compression": name} for name in (PLAIN, "bf16", "powersgd")}
     found: Found = {}
     main = False
-    for name, settings in {**compressed, **in_rounds(round_, FRAGMENTS)}.items():
+    for name, settings in {**compressed, **in_rounds(round_)}.items():
         with unitrain.init(**complete(settings, max(2, steps // 10)), clip_norm=1.0) as strategy:
             torch.set_num_threads(1)
             main = strategy.is_main

@@ -94,7 +94,6 @@ def slow_links(results: Results, figure: Figure) -> None:
         "powersgd": "compression: powersgd",
         "local SGD, 32 steps": "local SGD, 32 steps",
         "DiLoCo, 32 steps": "DiLoCo, 32 steps",
-        "DiLoCo, 32 steps, 4 fragments": "DiLoCo, 4 fragments",
     }
     for axis, link in zip(figure.subplots(1, 2, sharey=True), ("1 Gbit/s", "100 Mbit/s"), strict=True):
         rows = {shown: {"a step": results["links"][link][name]["seconds"] * 1e3} for name, shown in names.items()}

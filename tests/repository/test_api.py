@@ -61,7 +61,7 @@ def test_a_communicator_and_a_backend_have_few_names() -> None:
         public = {name for name in dir(strategy.communicator) if not name.startswith("_")}
         assert public - {"collectives", "sharding"} == {
             "all_gather", "all_gather_data", "all_gather_object", "all_reduce", "barrier", "broadcast",
-            "broadcast_data", "broadcast_object", "device", "is_main", "on_main", "rank", "world_size",
+            "broadcast_data", "broadcast_object", "device", "is_main", "on_main", "rank", "warn", "world_size",
         }  # fmt: skip
         assert len([name for name in dir(strategy._backend) if not name.startswith("_")]) <= 33
 

@@ -500,7 +500,7 @@ VALUES: dict[str, Any] = {
         "find_unused_parameters": True, "cpu_offload": True, "shards": "host",
     },
     "horovod": {"controller": "mpi"},
-    "local_sgd": {"steps": 1, "fragments": 1, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "local_sgd": {"steps": 1, "outer_lr": 0.7, "outer_momentum": 0.9},
     "memory_copies": {"every": "auto", "folder": "a: 'b'"},
     "metrics": {"port": 0, "host": "127.0.0.1"},
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from unitrain import call_site
 from unitrain.communication.backend import Backend
 from unitrain.communication.collectives import Collectives, Peers
 from unitrain.communication.objects import ObjectTransport
@@ -59,6 +60,11 @@ class Communicator:
         self.collectives: Collectives = Collectives(backend, pulse, peers=peers, compares=compares)
         self.sharding: Sharding = backend.sharding
         self._objects = ObjectTransport(self.collectives, key)
+
+    def warn(self, message: str) -> None:
+        """Issue a UserWarning on rank 0 that shows the line of the script that is being run. Not collective."""
+        if self.is_main:
+            call_site.warn(message)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """See ``Strategy.all_reduce``."""

@@ -182,7 +182,7 @@ class Loader:
         resumed, self._resumed = self._resumed, False
         # A script that counts the epochs of one loader may go round others.
         if resumed and not self._loop.epoch_asked:
-            self._warn(
+            self._communicator.warn(
                 f"this run was resumed in epoch {self._epoch}, but the script has not asked for its number: with "
                 "range(), it would train the epochs before again. Write `for epoch in loader.epochs(total)`."
             )
@@ -237,7 +237,7 @@ class Loader:
         """
         samples, self._uncounted = self._uncounted, 0
         if samples:
-            self._warn(
+            self._communicator.warn(
                 f"an iteration over this loader was left after {samples} samples, and no optimizer had stepped in it: "
                 "it does not count. Its samples come again, and state_dict() has the position at its beginning. To "
                 "count them, call state_dict() in the loop, before leaving it, and load_state_dict() with that."
@@ -246,7 +246,7 @@ class Loader:
     def _tell_repeated(self, iteration: Iteration) -> None:
         """Warn if another loader of the same line was trained on in the same random order."""
         if self._given.is_random and self._loop.repeats(iteration, self._made_at):
-            self._warn(
+            self._communicator.warn(
                 f"a second loader that was made at {self._made_at} has shuffled as the first did, and drawn the same "
                 f"random augmentations: both follow from the seed and the epoch, which was {self._epoch} in both. Keep "
                 "one loader, whose dataset may change between epochs, or set loader.epoch to the number of the round."
@@ -390,12 +390,12 @@ class Loader:
         check_same_data(state, current)
         again = self._check_position(state) if state["consumed"] else 0
         if state["seed"] != self._config.seed:  # not refused: the script may want other random numbers from here on
-            self._warn(
+            self._communicator.warn(
                 f"the order of the data still follows from the saved run's seed {state['seed']}, although the seed of "
                 f"this run is {self._config.seed}."
             )
         if state["global_batch_size"] != self.global_batch_size:
-            self._warn(
+            self._communicator.warn(
                 f"the global batch size was {state['global_batch_size']} and is now {self.global_batch_size}: epoch "
                 f"{state['epoch']} continues after {state['consumed']} samples in batches of the new size."
             )
@@ -438,8 +438,3 @@ class Loader:
                 "epoch (set_epoch); or start a new epoch: set loader.epoch."
             )
         return 0
-
-    def _warn(self, message: str) -> None:
-        """Warn on rank 0, at the line of the script that uses the loader."""
-        if self._communicator.is_main:
-            call_site.warn(message)

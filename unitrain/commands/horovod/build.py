@@ -19,8 +19,9 @@ from unitrain.errors import BackendError
 from unitrain.launch.local.toolchain import Mpi, find_cuda, find_program, run_one, running, search_path
 from unitrain.process import usable_cores
 
-KNOWN_SDISTS = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}
-"""SHA-256 of the source distributions that this was tested with."""
+VERSION = "0.28.1"
+"""The version of Horovod that the edits are for, the last one."""
+_SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 GPU_VARIABLES = ("HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST")
 """Horovod's variables that a GPU build uses. All others are removed, so that the build can be cached."""
@@ -90,16 +91,15 @@ def apply_edits(source: Path, edits: Sequence[Edit]) -> None:
         edits: the changes, in order.
 
     Raises:
-        BackendError: a change does not match: this source was not tested.
+        BackendError: a change does not match.
     """
     for edit in edits:
         path = source / edit.file
         content = path.read_text() if path.is_file() else ""
         if content.count(edit.old) != 1:
             raise BackendError(
-                f"UniTrain's patch does not apply to this version of Horovod: {edit.old.strip()!r} occurs "
-                f"{content.count(edit.old)} times in {edit.file}, and not once, so it was not built. "
-                f"Tested versions: {', '.join(KNOWN_SDISTS)}."
+                f"UniTrain's patch does not apply to this source of Horovod: {edit.old.strip()!r} occurs "
+                f"{content.count(edit.old)} times in {edit.file}, and not once, so it was not built."
             )
         path.write_text(content.replace(edit.old, edit.new))
 
@@ -147,36 +147,33 @@ def check_tools(mpi: Mpi | None, gpu: str | None) -> None:
         raise BackendError("\n  - ".join(["Horovod can't be built here:", *problems]))
 
 
-def fetch(version: str, folder: Path, log: Path) -> Path:
+def fetch(folder: Path, log: Path) -> Path:
     """Download Horovod's source distribution with the user's pip settings, and return its unpacked source tree.
 
     Args:
-        version: the version of Horovod. The digest of a known one is checked by pip.
         folder: an empty folder for the download.
         log: the file that pip's output is appended to.
 
     Raises:
-        BackendError: pip has failed.
+        BackendError: pip has failed, or has found another file than the known one.
     """
-    sha256 = KNOWN_SDISTS.get(version)
     requirements = folder / "requirements.txt"
-    requirements.write_text(f"horovod=={version}" + (f" --hash=sha256:{sha256}" if sha256 else "") + "\n")
+    requirements.write_text(f"horovod=={VERSION} --hash=sha256:{_SDIST_SHA256}\n")
     # With build isolation, --no-binary would also make pip download setuptools from source.
     options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", str(folder)]
     download = pip("download", *options, "--requirement", str(requirements))
-    run_logged(download, log, f"Horovod {version} could not be downloaded")
-    with tarfile.open(folder / f"horovod-{version}.tar.gz") as archive:
+    run_logged(download, log, f"Horovod {VERSION} could not be downloaded")
+    with tarfile.open(folder / f"horovod-{VERSION}.tar.gz") as archive:
         # The first releases of Python 3.10 and 3.11 have no filters.
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(folder)
-    return folder / f"horovod-{version}"
+    return folder / f"horovod-{VERSION}"
 
 
-def build(version: str, folder: Path, *, mpi: bool, gpu: str | None, log: Path) -> Path:
+def build(folder: Path, *, mpi: bool, gpu: str | None, log: Path) -> Path:
     """Download, patch and compile Horovod's source into a wheel in a folder, and return the wheel. Takes minutes.
 
     Args:
-        version: the version of Horovod.
         folder: a folder of the cache. Its name is the version of the wheel.
         mpi: whether to build the MPI controller, too. The gloo controller is always built.
         gpu: as in ``edits_for``.
@@ -187,7 +184,7 @@ def build(version: str, folder: Path, *, mpi: bool, gpu: str | None, log: Path) 
     """
     # On the same file system as the cache, so that the wheel is moved in one step: nobody finds half of it.
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as temporary:
-        source = fetch(version, Path(temporary), log)
+        source = fetch(Path(temporary), log)
         apply_edits(source, edits_for(gpu))
         options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", temporary]
         environment = _build_environment(folder.name.partition("+")[2], mpi, gpu, Path(temporary))

@@ -13,16 +13,14 @@ import os
 import platform
 import sys
 import sysconfig
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
-from packaging.version import Version
+from filelock import FileLock
 from rich.console import Console
 
-from unitrain.commands.horovod.build import GPU_VARIABLES, build, check_tools, edits_for, pip, run_logged
+from unitrain.commands.horovod.build import GPU_VARIABLES, VERSION, build, check_tools, edits_for, pip, run_logged
 from unitrain.commands.horovod.check import HorovodBuild, check_allreduce, find_horovod
 from unitrain.errors import BackendError
 from unitrain.launch.local.toolchain import Mpi, find_cuda, find_mpi, installed_version
@@ -31,13 +29,10 @@ from unitrain.launch.local.toolchain import Mpi, find_cuda, find_mpi, installed_
 _REQUIREMENTS = ("cffi", "setuptools", "wheel")
 
 
-def install_horovod(
-    version: str | Version, *, gpu: str = "none", without_mpi: bool = False, force: bool = False
-) -> int:
+def install_horovod(*, gpu: str = "none", without_mpi: bool = False, force: bool = False) -> int:
     """Build Horovod for the installed torch, install it and test it, unless this was done before.
 
     Args:
-        version: the version of Horovod.
         gpu: nccl to build GPU operations, too, auto to do so if torch finds a GPU, or none.
         without_mpi: build the gloo controller only.
         force: build, install and test again.
@@ -48,15 +43,15 @@ def install_horovod(
     Raises:
         BackendError: pip, the cache or a tool is missing, or the build or a test has failed.
     """
-    version, console = str(version), Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False)
     if find_spec("pip") is None:
         raise BackendError(
             "This environment has no pip, which installs Horovod: python -m ensurepip (or: uv pip install pip)"
         )
     nccl = "nccl" if gpu == "nccl" or (gpu == "auto" and torch.cuda.is_available()) else None
     mpi = None if without_mpi else find_mpi()
-    wanted = HorovodBuild(version, ("mpi", "gloo") if mpi else ("gloo",), nccl is not None)
-    labelled = wheel_version(version, mpi, nccl)
+    wanted = HorovodBuild(VERSION, ("mpi", "gloo") if mpi else ("gloo",), nccl is not None)
+    labelled = wheel_version(mpi, nccl)
     folder = cache_folder() / "horovod" / labelled
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,10 +61,11 @@ def install_horovod(
         ) from error
     # A wheel in the cache may have been tested in another environment, where its MPI worked.
     tested = folder / f"proved-{_digest(sys.prefix)}"
-    with _alone(folder.parent, console):
+    # Other runs in this environment wait: pip must not run twice at a time.
+    with FileLock(folder.parent / f"{_digest(sys.prefix)}.lock"):
         installed = installed_version("horovod")
         if not force and tested.is_file() and installed == labelled:
-            console.print(f"Horovod {version} is installed and tested ({wanted}). Nothing to do.")
+            console.print(f"Horovod {VERSION} is installed and tested ({wanted}). Nothing to do.")
             return 0
         # Until the tests below have passed again.
         tested.unlink(missing_ok=True)
@@ -86,9 +82,9 @@ def install_horovod(
             wheel = None
         _add_requirements(console, log)
         if wheel is None:
-            console.print(f"Building Horovod {version} for torch {torch.__version__} ({wanted}).")
+            console.print(f"Building Horovod {VERSION} for torch {torch.__version__} ({wanted}).")
             console.print(f"This takes some minutes; the output is written to {log}")
-            wheel = build(version, folder, mpi=mpi is not None, gpu=nccl, log=log)
+            wheel = build(folder, mpi=mpi is not None, gpu=nccl, log=log)
         replaced = f" in place of Horovod {installed}" if installed not in (None, labelled) else ""
         console.print(f"Installing {wheel}{replaced}.")
         # pip would keep an installed wheel of the same version, though it may be another file.
@@ -105,15 +101,14 @@ def install_horovod(
         # Last: what was installed and failed its tests is tested again by the next run.
         tested.touch()
         log.replace(folder / "install.log")
-        console.print(f"[green]Horovod {version} is ready[/] ({wanted}).")
+        console.print(f"[green]Horovod {VERSION} is ready[/] ({wanted}).")
     return 0
 
 
-def wheel_version(version: str, mpi: Mpi | None, gpu: str | None) -> str:
+def wheel_version(mpi: Mpi | None, gpu: str | None) -> str:
     """Return the version of a wheel, with a label for all that it depends on: where that is the same, it is shared.
 
     Args:
-        version: the version of Horovod.
         mpi: the MPI to build with; None for a build without.
         gpu: as in ``build.edits_for``.
     """
@@ -127,7 +122,7 @@ def wheel_version(version: str, mpi: Mpi | None, gpu: str | None) -> str:
         # The same for all environments that contain it.
         place = "the environment" if mpi.mpirun.is_relative_to(sys.prefix) else str(mpi.mpirun.parent)
     depends_on = {
-        "horovod": version,
+        "horovod": VERSION,
         "torch": f"{torch.__version__} CUDA {torch.version.cuda}",
         "python": sys.implementation.cache_tag,
         "platform": f"{sysconfig.get_platform()} {' '.join(platform.libc_ver())}",
@@ -135,7 +130,7 @@ def wheel_version(version: str, mpi: Mpi | None, gpu: str | None) -> str:
         "gpu": gpu_parts,
         "edits": [edit._asdict() for edit in edits_for(gpu)],
     }
-    return f"{version}+unitrain{_digest(json.dumps(depends_on, sort_keys=True))}"
+    return f"{VERSION}+unitrain{_digest(json.dumps(depends_on, sort_keys=True))}"
 
 
 def cache_folder() -> Path:
@@ -143,16 +138,6 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("UNITRAIN_CACHE"):
         return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "unitrain"
-
-
-def _alone(folder: Path, console: Console) -> AbstractContextManager[object]:
-    """Lock out other runs of this command in this environment, since pip must not run twice at a time."""
-    lock = FileLock(folder / f"{_digest(sys.prefix)}.lock")
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        console.print("Another install-horovod is running in this environment; waiting for it to end.")
-        return lock.acquire()
 
 
 def _digest(value: str) -> str:
@@ -170,7 +155,6 @@ def _add_requirements(console: Console, log: Path) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
-    parser.add_argument("--version", type=Version, default="0.28.1", help="version of Horovod (default: %(default)s)")
     parser.add_argument(
         "--gpu",
         choices=["auto", "nccl", "none"],

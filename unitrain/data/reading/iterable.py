@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.data.order.sharding import EpochPlan, MicroBatch
 from unitrain.data.reading.agreement import Agreement
@@ -242,18 +241,13 @@ class Iterable:
             for shard in piece.beginnings:
                 if self._expected.pop(shard[:2], shard.digest) != shard.digest:
                     self._expected.clear()
-                    self._warn(
-                        f"is read again to continue in epoch {self._seeks_of}, and begins with another sample than "
-                        "before. In another order, samples are repeated and others left out until the epoch's end: "
-                        f"{_DRAW}, or give it state_dict and load_state_dict."
+                    self._communicator.warn(
+                        f"this {type(self._dataset).__name__} is read again to continue in epoch {self._seeks_of}, and "
+                        "begins with another sample than before. In another order, samples are repeated and others "
+                        f"left out until the epoch's end: {_DRAW}, or give it state_dict and load_state_dict."
                     )
                 self._beginnings[shard[:2]] = shard.digest
             yield piece
-
-    def _warn(self, message: str) -> None:
-        """Warn on rank 0, with the name of the dataset before the message."""
-        if self._communicator.is_main:
-            call_site.warn(f"this {type(self._dataset).__name__} {message}")
 
     def _compared(self, pieces: Iterator[Any]) -> Iterator[Any]:
         """Compare the first samples of the ranks: they must be equal exactly if each rank reads the whole dataset."""
@@ -268,9 +262,10 @@ class Iterable:
         for piece in pieces:
             if pending and piece.first != first.first:
                 pending = False
-                self._warn(
-                    "yields different samples in each worker of the loader, which must be the same in all unless it is "
-                    f"sharded: pass sharded=True if it yields a different part in each. Otherwise {_DRAW}."
+                self._communicator.warn(
+                    f"this {type(self._dataset).__name__} yields different samples in each worker of the loader, which "
+                    "must be the same in all unless it is sharded: pass sharded=True if it yields a different part in "
+                    f"each. Otherwise {_DRAW}."
                 )
             yield piece
 
@@ -289,9 +284,9 @@ class Iterable:
         # A digest of 0 is none: no rank has samples.
         are_equal = len(set(digests)) == 1 and digests[0]
         if are_equal and self._reading.dealing is not None and self._plan.world_size <= self._reading.dealing.parts:
-            self._warn(
-                "begins with the same sample on every rank: if it is not sharded, every rank trains on all of it. Pass "
-                "sharded=False then."
+            self._communicator.warn(
+                f"this {type(self._dataset).__name__} begins with the same sample on every rank: if it is not sharded, "
+                "every rank trains on all of it. Pass sharded=False then."
             )
 
 

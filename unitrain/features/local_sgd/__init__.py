@@ -30,12 +30,10 @@ EXCLUDES = (
 class LocalSGDSettings(Section):
     """Steps that ranks make alone before they average their weights (local SGD, DiLoCo)."""
 
-    fixed_in_run: ClassVar[tuple[str, ...]] = ("steps", "fragments", "outer_lr", "outer_momentum")
+    fixed_in_run: ClassVar[tuple[str, ...]] = ("steps", "outer_lr", "outer_momentum")
 
     steps: Annotated[int, Field(ge=1, le=10**9)] = 1
     """Optimizer steps in a round; 1: average the gradients of every step."""
-    fragments: Annotated[int, Field(ge=1, le=10**6)] = 1
-    """Parts of the weights, sent in turn while training continues; 1: all at a round's end."""
     outer_lr: Annotated[float, Field(gt=0)] = 0.7
     """Learning rate of the outer optimizer; 1, with outer_momentum 0, averages the weights."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -43,11 +41,9 @@ class LocalSGDSettings(Section):
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> LocalSGDSettings:
-        for name in ("fragments", "outer_lr", "outer_momentum"):
+        for name in ("outer_lr", "outer_momentum"):
             if self.steps == 1 and getattr(self, name) != LocalSGDSettings.model_fields[name].default:
                 raise conflict("steps", name, "every step averages gradients, so there is no outer optimizer")
-        if self.fragments > self.steps:
-            raise conflict("steps", "fragments", "a step sends one fragment at most")
         return self
 
 

@@ -55,7 +55,7 @@ class CopyCheck:
             datasets = self._communicator.all_gather_data(_plainly_read())
             if datasets[0] and len(set(datasets)) == 1:
                 self.pending = False
-                self._warn(
+                self._communicator.warn(
                     f"each of {self._communicator.world_size} ranks trains on the whole dataset, by a torch DataLoader "
                     "that shards nothing, so that an epoch repeats each sample on every rank. Use strategy.dataloader("
                     "dataset, global_batch_size=...), which gives each rank its part. If it is meant, pass a generator "
@@ -68,14 +68,10 @@ class CopyCheck:
         self._checks_left -= 1
         self.pending = equal and self._checks_left > 0
         if equal and not self.pending:
-            self._warn(
+            self._communicator.warn(
                 f"the first {_LOSSES} losses are equal on all {self._communicator.world_size} ranks, which seem to "
                 "train on the same samples, at no gain in speed. Use strategy.dataloader, which shards the dataset."
             )
-
-    def _warn(self, message: str) -> None:
-        if self._communicator.is_main:
-            call_site.warn(message)
 
 
 def _plainly_read() -> str:
@@ -153,7 +149,7 @@ class ScriptChecks:
     """
 
     def __init__(self, communicator: Communicator, accumulate: int, is_prepared: Callable[[Parameter], bool]) -> None:
-        self._is_main = communicator.is_main
+        self._communicator = communicator
         self._pulse = communicator.collectives.pulse
         self._losses = LossCheck(accumulate, communicator.world_size)
         self._schedulers = SchedulerCheck(pending=communicator.is_main)
@@ -179,12 +175,11 @@ class ScriptChecks:
 
     def no_gradients(self, name: str) -> None:
         """Warn of a step without gradients."""
-        if self._is_main:
-            call_site.warn(
-                f"no parameter of {name} has a gradient, so this step changes nothing: the loss does not depend "
-                "on them. If the model's parameters are others since prepare() (by a deep copy, a new layer, or "
-                "load_state_dict with assign=True), prepare the new ones, with an optimizer of theirs."
-            )
+        self._communicator.warn(
+            f"no parameter of {name} has a gradient, so this step changes nothing: the loss does not depend on them. "
+            "If the model's parameters are others since prepare() (by a deep copy, a new layer, or load_state_dict "
+            "with assign=True), prepare the new ones, with an optimizer of theirs."
+        )
 
     def before_scheduler(self, scheduler: Any) -> None:
         """Look at a scheduler that is about to step."""
@@ -193,8 +188,8 @@ class ScriptChecks:
 
     def check_batches(self, batches: OpenBatches) -> None:
         """Look at whether all batches were trained on, at the end of a run."""
-        if batches.has_left_out and self._is_main:
-            call_site.warn(
+        if batches.has_left_out:
+            self._communicator.warn(
                 "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
                 "epoch was left out, or the last one. The losses that followed were matched to the batch before "
                 "theirs, and a resumed run would repeat one. Call step() for every batch; to leave one out, multiply "

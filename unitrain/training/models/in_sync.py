@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.comparison import difference_between_ranks
 from unitrain.errors import CommunicationError
@@ -104,8 +103,8 @@ def check_in_sync(
             f"the ranks' models differ: {text}. It was changed on some ranks only: by a step outside strategy.step, by "
             "random numbers that differ between ranks, or by loading weights on one rank."
         )
-    if rounded and communicator.is_main:
-        call_site.warn(
+    if rounded:
+        communicator.warn(
             f"the ranks' models differ slightly: {rounded}. That is rounding if their processors are of different "
             "kinds; if not, something changes the weights on some ranks only."
         )

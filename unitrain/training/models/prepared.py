@@ -47,8 +47,8 @@ class PreparedModules:
         self._names: dict[Parameter, str] = {}
         self.shares: tuple[int, ...] = shares  # how the samples are shared among the processes
         self._replaced: dict[Parameter, Parameter] = {}  # the new parameter by the old one
-        # By owner, a function that exchanges the weights of training and others; called twice, it changes nothing.
-        self._swapped: dict[object, Callable[[], None]] = {}
+        # By module, a function that exchanges the weights of training and others; called twice, it changes nothing.
+        self._swapped: dict[nn.Module, Callable[[], None]] = {}
         self._refusals: dict[nn.Module, Callable[[], None]] = {}
 
     def update(self, optimizer: Optimizer) -> None:
@@ -113,22 +113,22 @@ class PreparedModules:
         self._refusals.pop(module, lambda: None)()
 
     @contextmanager
-    def swapped(self, owner: object, exchange: Callable[[], None]) -> Iterator[None]:
-        """Record within a block that a module, or all of an owner's, has other weights than in training.
+    def swapped(self, module: nn.Module, exchange: Callable[[], None]) -> Iterator[None]:
+        """Record within a block that a module has other weights than in training.
 
         Args:
-            owner: stands for them: the module, or the object that has the weights.
+            module: the module.
             exchange: exchanges the weights and those of training. It is not called here.
         """
-        self._swapped[owner] = exchange
+        self._swapped[module] = exchange
         try:
             yield
         finally:
-            del self._swapped[owner]
+            del self._swapped[module]
 
     @property
-    def swapped_modules(self) -> Collection[object]:
-        """The owners of modules that have other weights than in training."""
+    def swapped_modules(self) -> Collection[nn.Module]:
+        """The modules that have other weights than in training."""
         return self._swapped.keys()
 
     @contextmanager
