@@ -125,7 +125,7 @@ class TrainingStep:
             self.expect_next(window)
             return _WITHIN_WINDOW
         if window.shared.rivals:
-            self.windows.separate([window])
+            self.windows.separate_for_update(window)
         self.averaging.finish(window)  # average
         gradients = self._guard.gradients(window.parameters)
         if not gradients:
