@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import Counter, OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -72,6 +72,7 @@ class Output(OrderedDict[str, Any]):
         (Named(ROWS), lambda new: new.inputs.is_meta and new.targets is None),
         (Output(ROWS), lambda new: new.logits.is_meta and new["logits"] is new.logits),
         (UserDict(rows=ROWS), lambda new: new["rows"].is_meta),
+        (Counter(rows=3, batch=ROWS), lambda new: new["rows"] == 3 and new["batch"].is_meta),  # its update() adds
         (torch.max(ROWS, 0), lambda new: new.values.is_meta and new.indices.is_meta),
     ],
     ids=lambda value: type(value).__name__,

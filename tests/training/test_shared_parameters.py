@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.functional import mse_loss
 from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import UsageError
@@ -33,19 +37,26 @@ class Net(nn.Module):
 class Ascent(Optimizer):
     """The first step of sharpness-aware minimisation: moves the weights along the gradient, until ``undo``."""
 
-    def __init__(self, parameters: Any, rho: float) -> None:
+    def __init__(self, parameters: Any, rho: float = 0.5) -> None:
         super().__init__(parameters, {"rho": rho})
         self.moved: list[tuple[Tensor, Tensor]] = []
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
-            norm = getattr(norm, "full_tensor", lambda whole=norm: whole)()
-            self.moved += [(p, p.clone()) for p in trained]
-            for p in trained:
-                p.add_(p.grad, alpha=group["rho"] / float(norm))
+            self.move({p: p.grad for p in group["params"] if p.grad is not None}, group["rho"])
+
+    @torch.no_grad()
+    def move(self, gradients: dict[Any, Any], rho: float) -> None:
+        norm: Any = torch.nn.utils.get_total_norm(gradients.values())
+        self.moved += [(p, p.clone()) for p in gradients]
+        for p, gradient in gradients.items():
+            p.add_(gradient, alpha=rho / float(getattr(norm, "full_tensor", lambda: norm)()))
+
+    def climb(self, net: nn.Module, x: Tensor, y: Tensor) -> None:
+        """Move the weights along this rank's gradient, which is not averaged."""
+        parameters = list(net.parameters())
+        gradients = torch.autograd.grad(mse_loss(net(x), y), parameters)
+        self.move(dict(zip(parameters, gradients, strict=True)), 0.5)
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -87,8 +98,6 @@ def sgd(*modules: nn.Module) -> SGD:
 
 
 def optimizers_of(case: str, net: Net) -> list[Optimizer]:
-    if case == "sharpness":
-        return [Ascent([*net.trunk.parameters(), *net.one.parameters()], rho=0.5), sgd(net.trunk, net.one)]
     if case in ("halves", "late"):
         return [sgd(net.trunk), sgd(net.one, net.two)]
     if case in ("frozen", "auxiliary"):
@@ -114,19 +123,21 @@ def train(case: str, model: Any, net: Any, optimizers: list[Any], on: Any, part:
                 backward((model(x, ("one", "two")) - y).square().mean(), optimizer)
             for optimizer in optimizers:
                 update(optimizer)
-        elif case == "sharpness":
-            for optimizer in optimizers:
-                backward((model(x, ("one",)) - y).square().mean(), optimizer)
-                if optimizer is optimizers[1]:
-                    optimizers[0].undo()
-                update(optimizer)
         else:
             net.trunk.requires_grad_(case == "auxiliary" or i in (0, 1, 4))
             step((model(x, ("one",)) - y).square().mean(), optimizers[0])
 
 
-CASES = [(case, accumulate) for case in ("joint", "turns", "halves", "frozen", "auxiliary") for accumulate in (1, 2)]
-CASES += [("sharpness", 1), ("late", 1)]
+CASES = [
+    ("turns", 1),
+    ("turns", 2),
+    ("frozen", 1),
+    ("frozen", 2),
+    ("halves", 2),
+    ("joint", 2),
+    ("auxiliary", 2),
+    ("late", 1),
+]
 
 
 def expected(case: str, accumulate: int) -> Tensor:
@@ -134,6 +145,48 @@ def expected(case: str, accumulate: int) -> Tensor:
     optimizers = optimizers_of(case, net)
     train(case, net, net, optimizers, Plain(accumulate), slice(None))
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+def sharpness(case: str, strategy: unitrain.Strategy) -> float:
+    """Train by sharpness-aware minimisation, and return how far the weights are from those of a plain loop.
+
+    The first gradients are averaged, or each rank moves the weights along its ``own``. The data end unevenly.
+    """
+    accumulate, world_size = strategy.config.accumulate, strategy.world_size
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(21, n, generator=generator, dtype=torch.float64) for n in (6, 2)]
+    net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    plain = copy.deepcopy(net)
+    model, ascent, optimizer = strategy.prepare(net, Ascent(net.parameters()), sgd(net))
+    rest = iter(strategy.dataloader(TensorDataset(*data), global_batch_size=8, shuffle=False))
+    while batches := list(itertools.islice(rest, 1 if case == "own" else accumulate)):
+        for x, y in batches if case == "averaged" else ():
+            strategy.step(mse_loss(model(x), y), ascent, batch=x)
+        for x, y in batches:
+            if case == "own":
+                ascent.climb(strategy.unwrap(model), x, y)
+            strategy.backward(mse_loss(model(x), y), optimizer, batch=x)
+            if case == "own" or x is batches[-1][0]:
+                ascent.undo()
+            strategy.update(optimizer)
+
+    ascent, reference = Ascent(plain.parameters()), sgd(plain)
+    for window in zip(*(torch.split(whole, 8) for whole in data), strict=True):
+        parts: list[Any] = [window]
+        if case == "own":
+            micro_batches = zip(*(torch.split(rows, 8 // accumulate) for rows in window), strict=True)
+            parts = [
+                (x[r::world_size], y[r::world_size]) for x, y in micro_batches for r in range(min(world_size, len(x)))
+            ]
+        reference.zero_grad()
+        for x, y in parts:
+            ascent.climb(plain, x, y)
+            torch.autograd.backward(mse_loss(plain(x), y) * (len(x) / len(window[0])))
+            ascent.undo()
+        reference.step()
+    with torch.no_grad():
+        both = zip(net.parameters(), plain.parameters(), strict=True)
+        return max(float((strategy.full_tensor(p) - expected).abs().max()) for p, expected in both)
 
 
 def compare(backend: str, settings: dict[str, Any]) -> list[str]:
@@ -152,6 +205,11 @@ def compare(backend: str, settings: dict[str, Any]) -> list[str]:
         strategy.close()
         if off > 1e-12:
             wrong.append(f"{case} {accumulate}: {off:.1e}")
+    for case in ("averaged", "own") if backend != "fsdp" else ("averaged",):  # there, no rank has whole weights
+        with unitrain.init(backend=backend, precision="fp64", device="cpu", accumulate=2, **settings) as strategy:
+            off = sharpness(case, strategy)
+        if off > 1e-12:
+            wrong.append(f"sharpness, {case}: {off:.1e}")
     return wrong
 
 
@@ -184,6 +242,19 @@ def test_a_window_with_losses_for_both_and_for_one_of_them_is_refused() -> None:
     strategy.step(model(x, ("one",)).sum(), first)
     with pytest.raises(UsageError, match=r"optimizer 0 and optimizer 1 share trunk\.weight, and some losses"):
         strategy.step(model(x, ("one", "two")).sum(), [first, second])
+
+
+def test_an_optimizer_does_not_move_the_weights_within_the_window_of_another() -> None:
+    strategy = unitrain.init(backend="single", precision="fp64", accumulate=2)
+    net = nn.Linear(6, 2)
+    model, ascent, optimizer = strategy.prepare(net, Ascent(net.parameters()), sgd(net))
+    x = torch.ones(2, 6, dtype=torch.float64)
+    strategy.step(model(x).sum(), ascent)
+    strategy.step(model(x).sum(), optimizer)
+    before = net.weight.clone()
+    with pytest.raises(UsageError, match=r"optimizer 0 would move the weights .* micro-batch 1 of optimizer 1's acc"):
+        strategy.step(model(x).sum(), ascent)
+    assert torch.equal(net.weight, before)
 
 
 def without_a_loss() -> list[float]:

@@ -32,6 +32,8 @@ def refilled(batch: Any, parts: Sequence[Any]) -> Any:
         batch: a container. Its attributes are kept: a default factory, say.
         parts: as many as it has, unless it is a list.
     """
+    if type(batch) in (dict, list):  # most often, and compilers can't trace a copy
+        return dict(zip(batch, parts, strict=True)) if type(batch) is dict else list(parts)
     if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping):
         return type(batch)(dict(zip(batch, parts, strict=True)))  # type: ignore[call-arg]
     if isinstance(batch, tuple):
@@ -58,20 +60,21 @@ def _open_parts(batch: Any, closed: type | tuple[()] = ()) -> dict[Any, Any] | N
     return None if isinstance(batch, closed) or callable(getattr(batch, "to", None)) else _parts(batch)
 
 
-def rebuilt(batch: Any, leaf: Callable[[Any], Any], *, closed: type | tuple[()] = ()) -> Any:
+def rebuilt(batch: Any, leaf: Callable[[Any], Any], *, closed: type | tuple[()] = (), opened: bool = False) -> Any:
     """Return the same structure with every ``x`` that is not a container replaced by ``leaf(x)``.
 
     A container with a part that changes is copied, so that the batch is not changed. Another one is returned itself.
 
     Args:
-        batch: the structure. An object with a method ``to`` is a leaf.
+        batch: the structure.
         leaf: returns what takes the place of a leaf.
         closed: a class of containers that are leaves as well.
+        opened: whether containers with a method ``to`` are rebuilt, too, and not leaves.
     """
-    parts = _open_parts(batch, closed)
+    parts = _parts(batch) if opened else _open_parts(batch, closed)
     if parts is None:
         return leaf(batch)
-    new = [rebuilt(part, leaf, closed=closed) for part in parts.values()]
+    new = [rebuilt(part, leaf, closed=closed, opened=opened) for part in parts.values()]
     return batch if all(map(operator.is_, new, parts.values())) else refilled(batch, new)
 
 

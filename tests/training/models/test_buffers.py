@@ -15,6 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 import unitrain
 from unitrain.testing.models import step_by_hand
 
+on_each_backend = pytest.mark.parametrize(
+    ("backend", "launcher"),
+    [
+        ("ddp", "spawn"),
+        pytest.param("horovod", "horovodrun", marks=[HOROVOD, pytest.mark.all("the same core, and its collectives")]),
+        pytest.param("fsdp", "spawn", marks=pytest.mark.all("the same core")),
+    ],
+)
+
 
 class Codebook(nn.Module):
     """Changes buffers in place, by assignment, and from a later step on."""
@@ -157,14 +166,7 @@ def fill_banks(backend: str) -> dict[str, Any]:
         return {"own": own, **{name: tensor.clone() for name, tensor in bank.named_buffers()}}
 
 
-@pytest.mark.parametrize(
-    ("backend", "launcher"),
-    [
-        ("ddp", "spawn"),
-        pytest.param("horovod", "horovodrun", marks=[HOROVOD, pytest.mark.all("the same core, and its collectives")]),
-        pytest.param("fsdp", "spawn", marks=pytest.mark.all("the same core")),
-    ],
-)
+@on_each_backend
 def test_buffers_of_any_form_are_rank_0_s(backend: str, launcher: Literal["spawn", "horovodrun"]) -> None:
     first, second = run_ranks(fill_banks, backend, launcher=launcher)
     assert first.pop("own") != second.pop("own")
@@ -191,6 +193,9 @@ def normalise(backend: str) -> list[float]:
             return [float(net(data).pow(2).mean()) for net in (prepared, whole.eval())]
 
 
-def test_statistics_of_instance_norm_are_those_of_all_samples() -> None:
-    for trained, expected in run_ranks(normalise, "ddp"):
+@on_each_backend
+def test_statistics_of_instance_norm_are_those_of_all_samples(
+    backend: str, launcher: Literal["spawn", "horovodrun"]
+) -> None:
+    for trained, expected in run_ranks(normalise, backend, launcher=launcher):
         assert trained == pytest.approx(expected, rel=1e-9)

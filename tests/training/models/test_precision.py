@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import pickle
 import threading
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import unitrain
 from unitrain import Strategy
+from unitrain.communication.structure import tensors
 from unitrain.training.models.precision import Precision
 
 CPU = torch.device("cpu")
@@ -202,6 +204,31 @@ def test_fp64_casts_floating_inputs_and_weights_and_nothing_else() -> None:
     assert args[3].labels is n
     assert args[2][1][1] == "text"
     assert args[4]["a"].dtype == kwargs["more"]["deep"][0].dtype == torch.float64
+
+
+@dataclasses.dataclass
+class Inputs:
+    images: Tensor
+    labels: Tensor
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        collections.UserDict(images=torch.ones(2), labels=torch.ones(2).int()),
+        Inputs(torch.ones(2), torch.ones(2).int()),
+        torch.nn.utils.rnn.pack_sequence([torch.ones(2)]),  # which has a method that moves it
+    ],
+    ids=lambda inputs: type(inputs).__name__,
+)
+def test_fp64_casts_inputs_in_containers_of_any_class(inputs: Any) -> None:
+    with open_strategy("fp64") as strategy:
+        (taken, again), _ = strategy.prepare(Takes())([inputs], inputs)
+    assert type(again) is type(inputs)
+    dtypes = [tensor.dtype for tensor in tensors(inputs, opened=True)]
+    cast = [tensor.dtype for tensor in tensors(taken, opened=True)]
+    assert dtypes[0] == torch.float32
+    assert cast == [torch.float64, *dtypes[1:]]
 
 
 def test_fp64_takes_optimizer_state_along() -> None:

@@ -16,7 +16,7 @@ import pickle
 import re
 import stat
 import zipfile
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -65,7 +65,9 @@ def refusal(name: str, value: Any, error: Exception) -> Exception:
     if where is None:
         return error
     *keys, kind = where
-    return UnwritableError(f"{name}{''.join(f'[{key!r}]' for key in keys)} is a {kind.__name__}: {reason(error)}")
+    place = "".join(f"[{key!r}]" for key in keys)
+    remedy = " Give it a class as its factory, as in defaultdict(list)." if kind is defaultdict else ""
+    return UnwritableError(f"{name}{place} is a {kind.__name__}: {reason(error)}{remedy}")
 
 
 def _not_plain(value: Any) -> list[Any] | None:

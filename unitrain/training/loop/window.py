@@ -350,7 +350,7 @@ class Windows:
         if window.last and window.witness is not None:
             self._check_gradients(window)
         if window.advance() and window.shared.rivals:
-            self.separate([window])
+            self._separate_for_update(window)
         return window
 
     def register(self, optimizer: Optimizer) -> Window:
@@ -409,7 +409,7 @@ class Windows:
             windows.append(window)
         if self._shares:
             self._check_partners(windows)
-            self.separate(windows)
+            self._separate(windows)
         return windows
 
     def _check_partners(self, windows: list[Window]) -> None:
@@ -426,7 +426,23 @@ class Windows:
                 )
             window.shared.partners = partners
 
-    def separate(self, windows: list[Window]) -> None:
+    def _separate_for_update(self, window: Window) -> None:
+        """Do as ``_separate`` for an update of one optimizer, which may move no weights that only other optimizers share.
+
+        Raises:
+            UsageError: the gradients that another one has accumulated would be of other weights than those to come.
+        """
+        for rival, shared in window.shared.rivals.items():
+            if rival.micro_batches and rival not in window.shared.partners and len(shared) == len(window.trained):
+                raise UsageError(
+                    f"{window.name} would move the weights after micro-batch {rival.micro_batches} of {rival.name}'s "
+                    "accumulation window, which is to have the gradients of all its micro-batches at the same weights: "
+                    "call step() with all micro-batches of a window for one of them, then with all for the other, and "
+                    "pass the batch to each, as in sharpness-aware minimisation on the page on methods of training."
+                )
+        self._separate([window])
+
+    def _separate(self, windows: list[Window]) -> None:
         """Give parameters that several optimizers share the gradients of these windows, for a backward or an update.
 
         The gradients of other windows are kept, and wait for their turn. Collective.

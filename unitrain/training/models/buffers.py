@@ -52,9 +52,8 @@ class _Slot:
         now = self.now = self.tensor if layer is None else getattr(layer, self.name, None)
         if now is self.tensor:
             return _SAME if now is None or now._version == self.version else _CHANGED
-        if now is not None and layer is not None and not is_writable(now):
-            now = self.now = now.clone(memory_format=torch.contiguous_format)
-            setattr(layer, self.name, now)
+        if now is not None and layer is not None:
+            self.now = _writable(layer, self.name, now)
         return _CHANGED if self._fits() else _RESHAPED
 
     def _fits(self) -> bool:
@@ -173,18 +172,20 @@ class BufferSync(StepHook):
             self._agreed = None
 
 
-def is_writable(tensor: Tensor) -> bool:
-    """Return whether torch can copy values into a tensor: not if several elements share memory (by ``expand``)."""
-    overlaps = any(not step and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return not (overlaps or tensor.is_inference())
-
-
 def make_writable(module: nn.Module) -> None:
     """Replace the buffers of a module that torch can't copy values into by copies."""
     for layer in module.modules():
         for name, buffer in layer.named_buffers(recurse=False):
-            if not is_writable(buffer):
-                setattr(layer, name, buffer.clone(memory_format=torch.contiguous_format))
+            _writable(layer, name, buffer)
+
+
+def _writable(layer: nn.Module, name: str, buffer: Tensor) -> Tensor:
+    """Return a buffer of a layer, or the copy that replaces it: several elements may share memory (by ``expand``)."""
+    overlaps = any(not step and size > 1 for size, step in zip(buffer.shape, buffer.stride(), strict=True))
+    if overlaps or buffer.is_inference():
+        buffer = buffer.clone(memory_format=torch.contiguous_format)
+        setattr(layer, name, buffer)
+    return buffer
 
 
 def _slots(layer: nn.Module) -> Iterator[_Slot]:

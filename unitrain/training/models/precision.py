@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.structure import rebuilt
 from unitrain.config import Precision as PrecisionName
 from unitrain.device import HALF_DTYPES, devices_of, precise
 from unitrain.errors import ConfigError
@@ -68,8 +69,13 @@ class _AutocastForward:
 
 
 def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    # By torch's pytree, which compilers can trace.
-    return tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, (args, kwargs))
+    # Each by itself: compilers can't trace a comparison of tuples.
+    double = partial(rebuilt, leaf=_double, opened=True)
+    return tuple(map(double, args)), {name: double(value) for name, value in kwargs.items()}
+
+
+def _double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def check_precision(name: PrecisionName, device: torch.device) -> None:

@@ -6,6 +6,7 @@ Every check raises UsageError, on all ranks, before anything has changed.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import Adafactor, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from unitrain.errors import UsageError
@@ -107,9 +108,13 @@ def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
         optimizer: the optimizer.
         shards_parameters: whether the backend shards parameters.
     """
-    if isinstance(optimizer, LBFGS):
+    if _needs_arguments(type(optimizer).step, optimizer):  # schedulers replace the instance's
+        name = type(optimizer).__name__
         raise UsageError(
-            "LBFGS evaluates the loss several times per step: use it without the strategy, in a single process."
+            f"{name} evaluates the loss several times per step, by a closure, which strategy.step can't: use another "
+            f"optimizer, such as AdamW. In a single process, don't pass the {name} to prepare(), and call its "
+            "step(closure) in place of strategy.step. Sharpness-aware minimisation needs no closure: see the page on "
+            "methods of training."
         )
     if shards_parameters and isinstance(optimizer, Adafactor):
         raise UsageError(
@@ -138,12 +143,19 @@ def check_scheduler(scheduler: Any) -> None:
             f"step() takes one scheduler, not {type(scheduler).__name__}: chain several with "
             "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
         )
-    try:
-        inspect.signature(scheduler.step).bind()  # raises TypeError if an argument is required
-    except TypeError:
+    if _needs_arguments(scheduler.step):
         raise UsageError(
             f"step() can't step a {type(scheduler).__name__}, which needs a metric or an epoch: leave it out, and call "
             "scheduler.step(metric) after the evaluation, with the same metric on all ranks; or, for timm's, "
             "scheduler.step_update(strategy.global_step) where strategy.step(...).stepped is True."
-        ) from None
+        )
     _schedulers.add(type(scheduler))
+
+
+def _needs_arguments(step: Callable[..., Any], *given: Any) -> bool:
+    """Return whether a ``step`` can't be called with these arguments alone."""
+    try:
+        inspect.signature(step).bind(*given)
+    except TypeError:
+        return True
+    return False
