@@ -21,7 +21,8 @@ _ABORT_S = 1.0
 # How long a message waits for the reader of a full pipe, or a stopped terminal, before it is dropped.
 _WRITE_S = 2.0
 _FLUSH_S = 2.0
-_PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent dies
+# Parameters of Linux's prctl: the signal that this process gets when its parent dies, and the name of a thread.
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None)
 # Parameters of glibc's mallopt, from malloc.h.
@@ -111,6 +112,21 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         number: the signal. SIGKILL can't be ignored.
     """
     _call("prctl", _PR_SET_PDEATHSIG, number)
+
+
+def name_thread(name: str) -> None:
+    """Give the calling thread a name that other processes see, of 15 characters at most. Linux only.
+
+    Python 3.14 gives threads their names in Python, and earlier releases none.
+    """
+    _call("prctl", _PR_SET_NAME, name.encode())
+
+
+def has_thread(pid: int, name: str) -> bool:
+    """Return whether a process has a thread that has called ``name_thread``."""
+    with suppress(OSError):  # it has ended, or one of its threads has
+        return any(file.read_text().strip() == name for file in Path(f"/proc/{pid}/task").glob("*/comm"))
+    return False
 
 
 def print_stacks(title: str) -> None:
@@ -229,6 +245,6 @@ def trim_heap() -> None:
     _call("malloc_trim", 0)
 
 
-def _call(name: str, *arguments: int) -> None:
+def _call(name: str, *arguments: int | bytes) -> None:
     """Call a function that other systems or C libraries lack, if it is there."""
     getattr(_libc, name, lambda *_: None)(*arguments)

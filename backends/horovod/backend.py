@@ -217,11 +217,10 @@ def _check_served(host: str, port: str) -> None:
 def _variables(config: StrategyConfig, launch: Launch) -> dict[str, str]:
     """Return the environment variables to initialise Horovod with. Those that the user has set take precedence."""
     controller, seconds = _controller(config, launch), config.timeout_s
-    # If a rank does not come, gloo aborts the others. Under the elastic driver, the start watch acts before.
-    gloo_s = 2 * seconds if launch.elastic else seconds
     unless_set = {
         "HOROVOD_CPU_OPERATIONS": controller,
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(gloo_s))),
+        # If a rank does not come, gloo aborts the others. The start watch acts before.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(2 * seconds))),
         # A rank that waits for one that does not come gets Horovod's error at the timeout, as with other backends.
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, int(seconds))),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, min(60, int(seconds) // 2))),

@@ -18,7 +18,12 @@ from harness import (
     EVERY,
     FORKED,
     HEARTBEAT_S,
+    HOROVODRUN,
+    MPIRUN,
+    MPIRUN_DDP,
+    PLAIN,
     TIMEOUT_S,
+    TORCHRUN,
     World,
     notes,
     run,
@@ -42,6 +47,22 @@ def test_leaving_before_the_others_have_started(world: World, tmp_path: Path) ->
     end = run(world, tmp_path, steps=STEPS, fault="exit:1:start", program=LEAVES_FIRST)
     end.assert_failed_within(IMPORT_S + HEARTBEAT_S + SLACK_S)
     assert re.match(r"rank 1 has ended before it joined the job, maybe with exit code 0", end.said(0))
+
+
+@worlds(later=[TORCHRUN, HOROVODRUN], soak=[PLAIN, MPIRUN, MPIRUN_DDP])
+def test_being_stopped_while_the_others_wait_for_it_to_join(world: World, tmp_path: Path) -> None:
+    end = run(world, tmp_path, steps=STEPS, fault="stop:1:init")
+    end.assert_failed_within(HEARTBEAT_S + SLACK_S)
+    assert re.match(r"rank 1 \(pid \d+\) was stopped for \d+ s before it joined the job", end.said(0))
+
+
+@worlds(later=[TORCHRUN, HOROVODRUN])
+def test_not_coming_in_time(world: World, tmp_path: Path) -> None:
+    """Horovod's gloo would abort the process with a C++ exception."""
+    end = run(world, tmp_path, steps=STEPS, fault="spin:1:init")
+    end.assert_failed_within(1.5 * TIMEOUT_S + SLACK_S)
+    assert re.search(r"Not in unitrain\.init on this host: rank 1 \(pid \d+, running\)\.", end.job.output)
+    assert "IoException" not in end.job.output
 
 
 @worlds(soak=EVERY)

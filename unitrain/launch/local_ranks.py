@@ -26,10 +26,17 @@ class LocalRanks:
         self._job = {name: value for name, value in evidence.items() if not _OF_A_RANK.search(name)}
         self._variable = next((name for name in LOCAL_RANKS if name in evidence), None)
 
-    def present(self) -> set[int]:
-        """Return the local ranks that have a process, this one included. Reads the environment of every process."""
-        ranks = {self._of(process) for process in psutil.process_iter()}
-        return {self._local_rank} | {rank for rank in ranks if rank is not None}
+    def present(self) -> dict[int, list[psutil.Process]]:
+        """Return the local ranks that have processes, this one included, and all of these: a rank's children, too.
+
+        Reads the environment of every process.
+        """
+        present: dict[int, list[psutil.Process]] = {self._local_rank: []}
+        for process in psutil.process_iter():
+            rank = self._of(process)
+            if rank is not None:
+                present.setdefault(rank, []).append(process)
+        return present
 
     def all_visible(self) -> bool:
         """Return whether this process sees the other ranks' processes: not from within a container of one rank.
