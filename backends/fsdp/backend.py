@@ -151,6 +151,7 @@ class FSDPBackend(ProcessGroupBackend):
             self._mesh,
             self.device,
             self.settings,
+            self.pulse,
             compute_dtype=HALF_DTYPES.get(self.config.precision),
             reduce_dtype=HALF_DTYPES.get(self.config.compression),
             offload=self.sharding.offloads,
