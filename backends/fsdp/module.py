@@ -93,8 +93,8 @@ class ShardedModule:
                 refuse_hidden_outputs(unit)
             self._divide(unit, shard)
         assert isinstance(module, FSDPModule)
-        # Of the subclass that FSDP has made, which only sharded modules have.
-        setattr(type(module), "__deepcopy__", _refuse_copy)  # noqa: B010  (mypy knows no such attribute)
+        for method in ("__deepcopy__", "__reduce_ex__"):
+            setattr(type(module), method, _refuse_copy)  # of the subclass that FSDP has made for sharded modules
         self._root: FSDPModule = module
         self._module: nn.Module = module
         units_by_name = {name: unit for name, unit in module.named_modules() if isinstance(unit, FSDPModule)}
@@ -267,6 +267,9 @@ def _policy(
     return MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False, **override)
 
 
-def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
-    """Raise UsageError: copying a DTensor would copy this rank's shard only. Called by a deep copy of the module."""
-    raise UsageError("a sharded model can't be deep-copied: use strategy.export(model) for a copy on the CPU.")
+def _refuse_copy(module: nn.Module, argument: Any) -> NoReturn:
+    """Raise UsageError: copying a DTensor would copy this rank's shard only. Called by a deep copy, and by pickle."""
+    raise UsageError(
+        "a sharded model can't be deep-copied or pickled: use strategy.export(model) for a copy on the CPU, or "
+        "strategy.save(model, path)."
+    )

@@ -5,6 +5,7 @@ And what is used beside a forward: tied weights, Hugging Face's methods.
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -349,6 +350,11 @@ def use_methods(folder: Path) -> None:
             UsageError, match=r"strategy\.export\(model\) on all ranks, .*copy\.save_pretrained\(folder"
         ):
             strategy.unwrap(model).save_pretrained(folder)  # type: ignore[operator]
+        with pytest.raises(UsageError, match=r"strategy\.save\(model, path\)"):
+            torch.save(strategy.unwrap(model), io.BytesIO())
+        with pytest.warns(UserWarning, match=r"sharded tensor, .*strategy\.save\(model, path\)") as warned:
+            torch.save({"model": strategy.unwrap(model).state_dict()}, io.BytesIO())
+        assert {warning.filename for warning in warned} == {__file__}
         assert not list(folder.iterdir())
         with torch.no_grad(), pytest.raises(UsageError, match=r"register_fsdp_forward_method\(strategy\.unwrap\(model"):
             strategy.unwrap(model).generate(WORDS)  # type: ignore[operator]
