@@ -84,9 +84,12 @@ class FSDPBackend(ProcessGroupBackend):
         """Initialise the process group, and the groups that shard and replicate parameters."""
         world = super().start()
         if self.world_size > 1:
+            from .shards import warn_of_pickles
+
             if self.device.type == "cpu":
                 return_freed_memory(LARGE)  # units of the same sizes come and go, among shards
             self._mesh = self._make_mesh()
+            warn_of_pickles()
         return world
 
     def _make_mesh(self) -> DeviceMesh:
@@ -151,6 +154,7 @@ class FSDPBackend(ProcessGroupBackend):
             self._mesh,
             self.device,
             self.settings,
+            self.pulse,
             compute_dtype=HALF_DTYPES.get(self.config.precision),
             reduce_dtype=HALF_DTYPES.get(self.config.compression),
             offload=self.sharding.offloads,

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from unitrain.call_site import is_user_code
 from unitrain.errors import UsageError
 
-_eager: Callable[[Any], Any] = torch.compiler.disable
+eager: Callable[[Any], Any] = torch.compiler.disable
+"""Has a hook run outside of compiled code, as the hooks of fully_shard do."""
 
 
 class ForwardChanges:
@@ -30,9 +31,9 @@ class ForwardChanges:
     def __init__(self, unit: nn.Module) -> None:
         self._weights: dict[str, Tensor] = {}
         self._noted: list[tuple[int, int]] | None = None  # None outside a forward
-        # As the hooks of fully_shard, they are not compiled: compiled code changes weights in place, too.
-        unit.register_forward_pre_hook(_eager(self._note))
-        unit.register_forward_hook(_eager(self._check))
+        # Compiled code changes weights in place, too.
+        unit.register_forward_pre_hook(eager(self._note))
+        unit.register_forward_hook(eager(self._check))
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the parameters that the unit gathers.
@@ -75,7 +76,7 @@ def refuse_hidden_outputs(unit: nn.Module) -> None:
     Args:
         unit: a module that FSDP gathers as one, and frees after its forward.
     """
-    unit.register_forward_hook(_eager(_check_output))
+    unit.register_forward_hook(eager(_check_output))
 
 
 def _check_output(module: nn.Module, args: Any, output: Any) -> None:
@@ -111,7 +112,7 @@ def refuse_tied(module: nn.Module) -> None:
         hook.remove()
 
     # Before the hooks of fully_shard, which untie them.
-    hook = module.register_forward_pre_hook(_eager(check), prepend=True)
+    hook = module.register_forward_pre_hook(eager(check), prepend=True)
 
 
 def explain_forward(module: nn.Module) -> None:
@@ -120,7 +121,7 @@ def explain_forward(module: nn.Module) -> None:
     Args:
         module: the sharded module.
     """
-    module.register_forward_hook(_eager(_name_layer), always_call=True)
+    module.register_forward_hook(eager(_name_layer), always_call=True)
 
 
 def _name_layer(module: nn.Module, args: Any, output: Any) -> None:
@@ -175,5 +176,6 @@ def _explained(method: Callable[..., Any], /, *args: Any, saves: bool, **kwargs:
         raise UsageError(
             "generate() used weights that are sharded. Have them gathered for it: call torch.distributed.fsdp."
             'register_fsdp_forward_method(strategy.unwrap(model), "generate") after prepare(), and then generate() of '
-            "strategy.unwrap(model) on all ranks, for the same number of tokens. Or use strategy.export(model)."
+            "strategy.unwrap(model) on all ranks, with synced_gpus=True if they need different numbers of tokens. Or "
+            "use strategy.export(model)."
         ) from error

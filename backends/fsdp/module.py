@@ -23,9 +23,10 @@ from torch.nn import Parameter
 from unitrain.communication.structure import tensors
 from unitrain.errors import UsageError
 from unitrain.module_copy import add_hooks, move_foreign, without_memory
+from unitrain.pulse import USER_CODE, Pulse
 from unitrain.training.models.materialising import give_memory
 
-from .changes import ForwardChanges, explain_forward, explain_methods, refuse_hidden_outputs, refuse_tied
+from .changes import ForwardChanges, eager, explain_forward, explain_methods, refuse_hidden_outputs, refuse_tied
 from .settings import FSDPSettings
 from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
@@ -41,6 +42,7 @@ class ShardedModule:
         mesh: the ranks to shard over, and those that have the same shards.
         device: this rank's device.
         settings: say which units are gathered, and when they are freed.
+        pulse: records that this rank waits for the others to gather a unit.
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
         offload: keep shards and their gradients in host memory.
@@ -56,6 +58,7 @@ class ShardedModule:
         mesh: DeviceMesh,
         device: torch.device,
         settings: FSDPSettings,
+        pulse: Pulse,
         *,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
@@ -90,12 +93,14 @@ class ShardedModule:
                 refuse_hidden_outputs(unit)
             self._divide(unit, shard)
         assert isinstance(module, FSDPModule)
-        # Of the subclass that FSDP has made, which only sharded modules have.
-        setattr(type(module), "__deepcopy__", _refuse_copy)  # noqa: B010  (mypy knows no such attribute)
+        for method in ("__deepcopy__", "__reduce_ex__"):
+            setattr(type(module), method, _refuse_copy)  # of the subclass that FSDP has made for sharded modules
         self._root: FSDPModule = module
         self._module: nn.Module = module
-        self._units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        for fsdp_unit in self._units:
+        units_by_name = {name: unit for name, unit in module.named_modules() if isinstance(unit, FSDPModule)}
+        self._units: list[FSDPModule] = list(units_by_name.values())
+        for name, fsdp_unit in units_by_name.items():
+            _record_gathering(fsdp_unit, name or "the model", pulse)
             if not has_mean:
                 # gloo has no mean: FSDP divides the sum by itself then.
                 fsdp_unit.set_force_sum_reduction_for_comms(True)
@@ -206,6 +211,24 @@ class ShardedModule:
         return copy.deepcopy(self._skeleton, memo)
 
 
+def _record_gathering(unit: Any, name: str, pulse: Pulse) -> None:
+    """Record in the pulse when a forward waits for the other ranks, which may make fewer of them, to gather a unit."""
+    phase = f"gathering the weights of {name}"
+
+    def begin(module: nn.Module, args: Any) -> None:
+        if pulse.phase is USER_CODE:  # and no backward that runs the forward again
+            pulse.phase = phase
+            pulse.calls += 1
+
+    def end(module: nn.Module, args: Any) -> None:
+        if pulse.phase is phase:
+            pulse.phase = USER_CODE
+
+    # Before the hook of fully_shard that gathers, and after it.
+    unit.register_forward_pre_hook(eager(begin), prepend=True)
+    unit.register_forward_pre_hook(eager(end))
+
+
 def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each shard that is gathered with a unit, and the leaf of the graph, which is the same in all steps."""
     shards = dict(unit.named_parameters())
@@ -244,6 +267,9 @@ def _policy(
     return MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False, **override)
 
 
-def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
-    """Raise UsageError: copying a DTensor would copy this rank's shard only. Called by a deep copy of the module."""
-    raise UsageError("a sharded model can't be deep-copied: use strategy.export(model) for a copy on the CPU.")
+def _refuse_copy(module: nn.Module, argument: Any) -> NoReturn:
+    """Raise UsageError: copying a DTensor would copy this rank's shard only. Called by a deep copy, and by pickle."""
+    raise UsageError(
+        "a sharded model can't be deep-copied or pickled: use strategy.export(model) for a copy on the CPU, or "
+        "strategy.save(model, path)."
+    )

@@ -5,6 +5,8 @@ And what is used beside a forward: tied weights, Hugging Face's methods.
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain import UsageError
+from unitrain import CommunicationError, UsageError
 
 
 class Bounded(nn.Linear):
@@ -348,6 +350,11 @@ def use_methods(folder: Path) -> None:
             UsageError, match=r"strategy\.export\(model\) on all ranks, .*copy\.save_pretrained\(folder"
         ):
             strategy.unwrap(model).save_pretrained(folder)  # type: ignore[operator]
+        with pytest.raises(UsageError, match=r"strategy\.save\(model, path\)"):
+            torch.save(strategy.unwrap(model), io.BytesIO())
+        with pytest.warns(UserWarning, match=r"sharded tensor, .*strategy\.save\(model, path\)") as warned:
+            torch.save({"model": strategy.unwrap(model).state_dict()}, io.BytesIO())
+        assert {warning.filename for warning in warned} == {__file__}
         assert not list(folder.iterdir())
         with torch.no_grad(), pytest.raises(UsageError, match=r"register_fsdp_forward_method\(strategy\.unwrap\(model"):
             strategy.unwrap(model).generate(WORDS)  # type: ignore[operator]
@@ -361,3 +368,24 @@ def use_methods(folder: Path) -> None:
 
 def test_methods_that_need_whole_weights_name_the_remedy(tmp_path: Path) -> None:
     run_ranks(use_methods, tmp_path)
+
+
+def generate() -> None:
+    """Call a model until the slower rank is done, as the docs say, and then as often as each rank needs."""
+    with unitrain.init(backend="fsdp", precision="fp64", device="cpu", timeout_s=60) as strategy:
+        model = strategy.prepare(net())
+        left = torch.tensor(1 + strategy.rank)
+        with torch.no_grad():
+            while strategy.all_reduce(left > 0, "max"):
+                model(torch.ones(2, 4, dtype=torch.float64))
+                left -= 1
+            for _ in range(1 + strategy.rank):
+                model(torch.ones(2, 4, dtype=torch.float64))
+            strategy.barrier()
+
+
+def test_a_rank_that_calls_the_model_more_often_is_named_within_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CommunicationError, match="exited with code 1"):
+        run_ranks(generate)
+    told = r"in barrier after .*, and rank 1 is in gathering the weights of 0 after step 0, for \d+ s, at \S+:\d+"
+    assert len(re.findall(told, capsys.readouterr().out)) == 2

@@ -18,7 +18,6 @@ from unitrain.data.order.shares import reduced
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.stopping import Stopping
 from unitrain.launch.detect import Launch
-from unitrain.pulse import Pulse
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
@@ -63,10 +62,10 @@ class PretendedRank:
 
     def __init__(self, rank: int, world_size: int, config: StrategyConfig) -> None:
         launch = Launch("spawn", rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-        backend, pulse = _Mute(config, launch, CPU), Pulse()
+        backend = _Mute(config, launch, CPU)
         self.config, self.rank, self.world_size, self.device = config, rank, world_size, CPU
-        self.communicator = _Alike(backend, pulse)
-        stopping = Stopping(Boundaries(pulse), pulse, None, is_main=rank == 0)
+        self.communicator = _Alike(backend)
+        stopping = Stopping(Boundaries(backend.pulse), backend.pulse, None, is_main=rank == 0)
         shares = reduced(config.shares or (1,) * world_size)
         prepared = PreparedModules(shares)
         self.communicator.model = model = nn.Identity()  # in training mode: ranks without samples get stand-ins

@@ -25,6 +25,7 @@ from unitrain.device import devices_of
 from unitrain.errors import BackendError, ConfigError, nearest
 from unitrain.launch.detect import Launch
 from unitrain.module_copy import move_foreign
+from unitrain.pulse import Pulse
 
 GROUP = "unitrain.backends"
 """The entry-point group under which packages register backends."""
@@ -51,6 +52,7 @@ class Backend(ABC):
         device: the device of the tensors that are communicated.
         devices: all devices that this process computes on.
         sharding: which tensors are divided among the ranks, and how to reach their parts.
+        pulse: records the present call of this process, for the other ranks.
     """
 
     name: ClassVar[str]
@@ -80,6 +82,7 @@ class Backend(ABC):
         self.device = device
         self.devices: tuple[torch.device, ...] = (device,)
         self.sharding: Sharding = Sharding()
+        self.pulse: Pulse = Pulse()
 
     # ------------------------------------------------------------------------- called before anything is started
 

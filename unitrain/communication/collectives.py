@@ -34,7 +34,6 @@ class Collectives:
 
     Args:
         backend: has been started.
-        pulse: as the attribute.
         peers: the state of the other ranks; None in a world of one, and before the handshake.
         compares: as the attribute.
 
@@ -50,11 +49,11 @@ class Collectives:
         broadcast_async: the backend's ``broadcast``, likewise.
     """
 
-    def __init__(self, backend: Backend, pulse: Pulse, *, peers: Peers | None = None, compares: bool = False) -> None:
+    def __init__(self, backend: Backend, *, peers: Peers | None = None, compares: bool = False) -> None:
         self.rank: int = backend.rank
         self.world_size: int = backend.world_size
         self.device: torch.device = backend.device
-        self.pulse: Pulse = pulse
+        self.pulse: Pulse = backend.pulse
         self.compares: bool = compares and peers is not None
         self.closed: bool = False
         self.all_reduce_async: Callable[[Tensor, str, str], Wait] = backend.all_reduce

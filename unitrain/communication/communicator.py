@@ -14,7 +14,6 @@ from unitrain.communication.collectives import Collectives, Peers
 from unitrain.communication.objects import ObjectTransport
 from unitrain.communication.sharding import Sharding
 from unitrain.errors import UnitrainError, UsageError, by_rank
-from unitrain.pulse import Pulse
 from unitrain.rng import derived_seed
 
 T = TypeVar("T")
@@ -30,7 +29,6 @@ class Communicator:
 
     Args:
         backend: has been started.
-        pulse: records which collective this process is waiting in.
         peers: the state of the other ranks; None in a world of one, and before the handshake.
         compares: whether ranks compare their calls before they make them (``debug``).
         key: signs pickled objects; None if the ranks share no secret, and before they have proved it.
@@ -45,19 +43,13 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        pulse: Pulse,
-        *,
-        peers: Peers | None = None,
-        compares: bool = False,
-        key: bytes | None = None,
+        self, backend: Backend, *, peers: Peers | None = None, compares: bool = False, key: bytes | None = None
     ) -> None:
         self.rank: int = backend.rank
         self.is_main: bool = backend.rank == 0
         self.world_size: int = backend.world_size
         self.device: torch.device = backend.device
-        self.collectives: Collectives = Collectives(backend, pulse, peers=peers, compares=compares)
+        self.collectives: Collectives = Collectives(backend, peers=peers, compares=compares)
         self.sharding: Sharding = backend.sharding
         self._objects = ObjectTransport(self.collectives, key)
 

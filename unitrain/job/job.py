@@ -46,7 +46,7 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
     # Nothing else notices a rank that ends before the watch is connected.
     with watched_start(launch, config):
         _start(backend, launch)
-        communicator = Communicator(backend, Pulse())
+        communicator = Communicator(backend)
         try:
             # First of all: the handshake itself needs collectives that are right.
             if backend.world_size > 1:
@@ -58,7 +58,7 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
     global _current
     _current = job
     # Another one than the handshake's, which had neither a watch to compare calls by nor a key to sign pickles with.
-    return Communicator(backend, job.pulse, peers=job.watch, compares=config.debug, key=job.secret_key), job
+    return Communicator(backend, peers=job.watch, compares=config.debug, key=job.secret_key), job
 
 
 def _start(backend: Backend, launch: Launch) -> None:

@@ -13,7 +13,6 @@ from unitrain.communication.backend import load_backend
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.launch.detect import Launch
-from unitrain.pulse import Pulse
 
 GPU_0 = torch.device("cuda", 0)
 
@@ -61,4 +60,4 @@ def _waits(func: Any, args: Any, kwargs: Any) -> bool:
 def communicator_on_gpu() -> Communicator:
     """Return the communicator of a single process whose tensors would be on a GPU."""
     config = StrategyConfig(backend="single")
-    return Communicator(load_backend("single")(config, Launch("python"), GPU_0), Pulse())
+    return Communicator(load_backend("single")(config, Launch("python"), GPU_0))
