@@ -151,12 +151,15 @@ class MappedFiles:
 
 def save_without_crc(value: Any, file: BinaryIO) -> None:
     """Write as ``torch.save`` does, without CRC-32, which ``torch.load`` never reads: for a file that has a digest."""
-    kept = get_crc32_options()
-    set_crc32_options(False)  # in this thread; in older versions of torch, in all
+    # The option is this thread's; in older versions of torch, all threads': only who has changed it changes it back.
+    changes = get_crc32_options()
     try:
+        if changes:
+            set_crc32_options(False)
         torch.save(value, file)
     finally:
-        set_crc32_options(kept)
+        if changes:
+            set_crc32_options(True)
 
 
 def write_part(path: Path, value: Any, save: Callable[[Any, BinaryIO], object]) -> dict[str, Any]:
