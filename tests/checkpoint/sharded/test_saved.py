@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from saved_run import SavedRun, described, folder_of, steps_in, verified
 from torch import nn
+from xxhash import xxh3_128_hexdigest
 
 from unitrain import CheckpointError, Strategy, UsageError
 from unitrain.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
         manifest = json.loads((folder / MANIFEST).read_text())
         del manifest["digest"]
         change(manifest)
-        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        digest = xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
         (folder / MANIFEST).write_text(json.dumps({**manifest, "digest": digest}))
 
     return apply

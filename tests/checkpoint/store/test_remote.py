@@ -168,7 +168,7 @@ SPOILED: dict[str, tuple[Callable[[str], None], str]] = {
     "missing": (lambda folder: drop(f"{folder}/model.pt"), r"step-0000000002/model\.pt does not exist"),
     "other bytes": (
         lambda folder: put(f"{folder}/model.pt", get(f"{folder}/model.pt")[::-1]),
-        r"step-0000000002/model\.pt: its SHA-256 does not match",
+        r"step-0000000002/model\.pt: its XXH3-128 does not match",
     ),
 }
 

@@ -222,7 +222,7 @@ def test_a_copy_of_a_run_that_was_discarded(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("name", "said"), [("__1_0.distcp", "SHA-256"), ("loader.pt", ""), ("rank-1.json", "")])
+@pytest.mark.parametrize(("name", "said"), [("__1_0.distcp", "XXH3-128"), ("loader.pt", ""), ("rank-1.json", "")])
 def test_one_that_is_damaged_or_incomplete_is_left_for_the_one_before(
     name: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,7 +353,7 @@ def note(**odd: Any) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("model.pt", lambda content: content[:-1] + b"x", "skipping a damaged checkpoint: .*model.pt: its SHA-256"),
+        ("model.pt", lambda content: content[:-1] + b"x", "skipping a damaged checkpoint: .*model.pt: its XXH3-128"),
         ("model.pt", lambda content: content[:-1], "rank-0.json: model.pt has another size"),
         ("rank-0.json", lambda content: content[:-9], "rank-0.json: Invalid JSON"),
         ("rank-0.json", lambda content: b"[]", "rank-0.json: Input should be an object"),

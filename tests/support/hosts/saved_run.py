@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from typing_extensions import Self
+from xxhash import xxh3_128_hexdigest
 
 import unitrain
 from unitrain import Strategy
@@ -76,7 +76,7 @@ def described(folder: Path, *, step: int | None = None, without: str = "") -> No
     now = {}
     for name in files.keys() - {without}:
         content = (folder / name).read_bytes()
-        now[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        now[name] = {"size": len(content), "xxh3": xxh3_128_hexdigest(content)}
     (folder / NAME).write_text(located.to_json(before if step is None else step, about, now))
 
 

@@ -7,7 +7,6 @@ their package takes 0.3 s to import.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
 import struct
@@ -20,10 +19,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from unitrain.checkpoint.names import Keys
 from unitrain.checkpoint.store.located import DamagedError, Located, unreadable, verified
-from unitrain.checkpoint.store.torch_files import MappedFiles, reason, viewed
+from unitrain.checkpoint.store.torch_files import MappedFiles, reason, save_without_crc, viewed
 from unitrain.errors import CheckpointError
 
 METADATA = ".metadata"  # the name of the file with the metadata
@@ -176,7 +176,7 @@ def write(output: BinaryIO, file: str, value: Any, first: int | None) -> Iterato
     for region, content in _pieces(value, first):
         output.write(bytes(-output.tell() % _ALIGNMENT))
         start = output.tell()
-        torch.save(content, output)
+        save_without_crc(content, output)
         yield Piece(region, file, start, output.tell() - start)
 
 
@@ -205,7 +205,7 @@ class Stored:
     def __init__(self, located: Located, content: bytes) -> None:
         shown = located.store.shown(located.file_name(METADATA))
         self.layout: Layout = from_bytes(content, shown)  # where the pieces are
-        self.digest: str = hashlib.sha256(content).hexdigest()
+        self.digest: str = xxh3_128_hexdigest(content)
         self._located = located
         self._open = ExitStack()
         self._mapped = MappedFiles()

@@ -6,7 +6,6 @@ in the background, where there are no collectives: each leaves the layout of its
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,7 @@ from uuid import uuid4
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from unitrain.checkpoint.names import (
     GROUPS,
@@ -199,7 +199,8 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> dict[str, Any]:
             layout[key] = shards.entries[key]._replace(pieces=pieces)
 
     with draft.store.draft(f"{draft.name}/{name}") as file:
-        described = write_part(file, shards.values, lambda: draft.store.put(f"{draft.name}/{name}", file), save)
+        described = write_part(file, shards.values, save)
+        draft.store.put(f"{draft.name}/{name}", file)
     layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
     return {"files": {name: described}, "layout": layout}
 
@@ -273,7 +274,7 @@ def joined_files(draft: Draft, notes: Iterable[Mapping[str, Any]]) -> dict[str, 
         return files
     content = to_bytes(merged(layouts))
     draft.store.put(f"{draft.name}/{METADATA}", content)
-    return {**files, METADATA: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+    return {**files, METADATA: {"size": len(content), "xxh3": xxh3_128_hexdigest(content)}}
 
 
 def awaited_note(draft: Draft, rank: int, patience_s: float) -> dict[str, Any]:

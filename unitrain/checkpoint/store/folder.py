@@ -1,9 +1,9 @@
 """``Folder``: the checkpoints of a run, one folder per step, on a disk or in an object store.
 
-A checkpoint's manifest is written last, and has the size and SHA-256 of every file. There is no other record that could
-be wrong: the newest checkpoint is found by the names of the folders. A step that is saved again gets a folder of its
-own, ``step-0000000120.2``, and the one before is removed when that is complete. A folder without a manifest is not a
-checkpoint, but what a killed process has left, which the next save removes.
+A checkpoint's manifest is written last, and has the size and XXH3-128 of every file. There is no other record that
+could be wrong: the newest checkpoint is found by the names of the folders. A step that is saved again gets a folder of
+its own, ``step-0000000120.2``, and the one before is removed when that is complete. A folder without a manifest is not
+a checkpoint, but what a killed process has left, which the next save removes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import Located, locate, to_json
 from unitrain.checkpoint.store.lock import Lock
 from unitrain.checkpoint.store.store import FOLDER, NAME, Store, folder_name
+from unitrain.checkpoint.store.torch_files import save_without_crc
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -36,7 +38,8 @@ class Draft(NamedTuple):
         with ThreadPoolExecutor(_THREADS if isinstance(self.store, Disk) else 1, "checkpoint files") as threads:
             files = [f"{part}.pt" for part in parts]
             names = [f"{self.name}/{file}" for file in files]
-            return dict(zip(files, threads.map(self.store.write, names, parts.values()), strict=True))
+            write = partial(self.store.write, save=save_without_crc)
+            return dict(zip(files, threads.map(write, names, parts.values()), strict=True))
 
     def complete(self, step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> None:
         """Write the manifest, given plain data and the files' entries, so that this is a checkpoint."""

@@ -1,11 +1,10 @@
 """``Located``: a checkpoint in a store, with its manifest. Any rank can verify and read its files by itself.
 
-The manifest says what the checkpoint contains. It has the size and SHA-256 of every file, and a digest of itself.
+The manifest says what the checkpoint contains. It has the size and XXH3-128 of every file, and a digest of itself.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,17 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.store import FOLDER, NAME, Store
-from unitrain.checkpoint.store.torch_files import MappedFiles, reason
+from unitrain.checkpoint.store.torch_files import BLOCK, MappedFiles, reason
 from unitrain.errors import CheckpointError
 from unitrain.url import parsed
 
 SCHEMA = 1
 RUN = "_run"  # the key of the state of the run itself
 _LARGEST = 2**26  # bytes that are read of a manifest
-_BLOCK = 2**20
 FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+$")]
 
 
@@ -37,7 +36,7 @@ class Described(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     size: Annotated[int, Field(ge=0)]
-    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    xxh3: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]  # of 128 bits
 
 
 class Manifest(BaseModel):
@@ -87,7 +86,7 @@ def shown_error(error: ValidationError) -> str:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
 def store_at(path: Path | str) -> Store:
@@ -176,12 +175,12 @@ def verified(located: Located, name: str) -> Iterator[Path]:
             if actual != expected.size:
                 raise DamagedError(f"{shown}: {actual} bytes instead of {expected.size}")
             path = stack.enter_context(store.file(file))
-            digest = hashlib.sha256()
+            digest = xxh3_128()
             with open(path, "rb") as opened:
-                while block := opened.read(_BLOCK):
+                while block := opened.read(BLOCK):
                     digest.update(block)
-        if digest.hexdigest() != expected.sha256:
-            raise DamagedError(f"{shown}: its SHA-256 does not match the manifest")
+        if digest.hexdigest() != expected.xxh3:
+            raise DamagedError(f"{shown}: its XXH3-128 does not match the manifest")
         yield path
 
 

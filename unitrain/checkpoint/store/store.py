@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from unitrain.checkpoint.store.torch_files import MappedFiles, reason, refusal, write_part
 from unitrain.errors import CheckpointError
@@ -95,16 +97,14 @@ class Store(Protocol):
                 raise
             raise CheckpointError(f"{failure}: {self.reason(error)}") from error
 
-    def write(self, name: str, value: Any) -> dict[str, Any]:
+    def write(self, name: str, value: Any, save: Callable[..., object] = torch.save) -> dict[str, Any]:
         """Write tensors and plain data to a file of torch, checked. Return the file's entry in a manifest."""
         with self.draft(name) as draft:
-
-            def put() -> None:
+            try:
+                described = write_part(draft, value, save)
                 MappedFiles().load(draft)  # what can't be loaded is found now. The tensors' data are not read
                 self.put(name, draft)
-
-            try:
-                return write_part(draft, value, put)
+                return described
             except (CheckpointError, OSError):
                 raise
             except Exception as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import errno
-import hashlib
 import io
 import mmap
 import os
@@ -16,23 +15,24 @@ import pickle
 import re
 import stat
 import zipfile
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.serialization import get_crc32_options, set_crc32_options
+from xxhash import xxh3_128
 
 from unitrain.communication.structure import tensors
 
 _libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
 _PAGE = mmap.PAGESIZE
-_SMALL = 2**16  # bytes; to wake up a thread for fewer takes longer than to hash them
-_BUFFERED = 2**20  # of small writes, of which an archive has about 40
+BLOCK = 2**20  # bytes that are read or written and then hashed, while they are in the processor's cache
+_BUFFERED = 2**16  # of small writes, of which an archive has about 40
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -152,81 +152,47 @@ class MappedFiles:
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
 
 
-def write_part(
-    path: Path,
-    value: Any,
-    written: Callable[[], object],
-    save: Callable[..., object] = torch.save,
-) -> dict[str, Any]:
-    """Write a file of a checkpoint. Return its entry in the manifest. Raises any exception of pickling.
+def save_without_crc(value: Any, file: BinaryIO) -> None:
+    """Write as ``torch.save`` does, without CRC-32, which ``torch.load`` never reads: for a file that has a digest."""
+    # The option is this thread's; in older versions of torch, all threads': only who has changed it changes it back.
+    changes = get_crc32_options()
+    try:
+        if changes:
+            set_crc32_options(False)
+        torch.save(value, file)
+    finally:
+        if changes:
+            set_crc32_options(True)
 
-    Args:
-        path: the file, which is not synced to the disk.
-        value: tensors and plain data. The tensors do not change meanwhile.
-        written: called when the file is complete. The rest of it is hashed at the same time.
-        save: writes the value.
+
+def write_part(path: Path, value: Any, save: Callable[[Any, BinaryIO], object]) -> dict[str, Any]:
+    """Write a file of a checkpoint with ``save``. Return its entry in the manifest. Raises any exception of pickling.
+
+    The file is not synced to the disk.
     """
-    with ThreadPoolExecutor(1, "checkpoint digest") as thread:
-        digest = _Digest(value, thread)
-        with open(path, "wb", _BUFFERED) as file:
-            output = _Output(file, digest)
-            try:
-                save(value, output)
-            except RuntimeError as error:
-                raise output.error or error from error
-            size = file.tell()
-        written()
-        return {"size": size, "sha256": digest.result()}
-
-
-class _Digest:
-    """Hashes a file in a background thread while it is written."""
-
-    def __init__(self, value: Any, thread: ThreadPoolExecutor) -> None:
-        self._thread = thread
-        self._sha256 = hashlib.sha256()
-        self._left: deque[bytes | memoryview] = deque()
-        on_cpu = (part for part in tensors(value) if part.device.type == "cpu" and part.layout == torch.strided)
-        # Where torch passes on the memory of these, it need not wait until that is hashed: it does not change.
-        self._lasting = {part.untyped_storage().data_ptr() for part in on_cpu}
-
-    def update(self, data: bytes | memoryview) -> Future[None] | None:
-        """Start to hash data. Return a future to wait for before their memory is used again, if it may be."""
-        is_large = len(data) >= _SMALL
-        self._left.append(data if is_large else bytes(data))
-        hashing = self._thread.submit(self._hash) if is_large else None
-        return None if np.frombuffer(data, np.uint8).ctypes.data in self._lasting else hashing
-
-    def _hash(self) -> None:
-        while self._left:
-            self._sha256.update(self._left.popleft())
-
-    def result(self) -> str:
-        """Return the digest of all data."""
-        self._thread.submit(self._hash).result()
-        return self._sha256.hexdigest()
-
-
-class _Output:
-    """The file object that ``torch.save`` is given. It keeps the error of a write, which torch replaces by another."""
-
-    def __init__(self, file: BinaryIO, digest: _Digest) -> None:
-        self._file = file
-        self._digest = digest
-        self.error: OSError | None = None
-        self.tell: Callable[[], int] = file.tell
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Write data, which are hashed meanwhile."""
-        hashing = self._digest.update(data)
+    hashed = _Hashed(path)
+    with io.BufferedWriter(hashed, _BUFFERED) as file:
         try:
-            return self._file.write(data)
+            save(value, file)
+        except RuntimeError as error:
+            raise hashed.error or error from error
+    return {"size": path.stat().st_size, "xxh3": hashed.digest.hexdigest()}
+
+
+class _Hashed(io.FileIO):
+    """A file that is hashed while it is written. It keeps the error of a write, which torch replaces by another."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self.digest: xxh3_128 = xxh3_128()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write the beginning of data, so much that it can be hashed from the processor's cache."""
+        try:
+            written = super().write(data[:BLOCK])
         except OSError as error:
             self.error = error
             raise
-        finally:
-            if hashing is not None:
-                hashing.result()
-
-    def flush(self) -> None:
-        """Do nothing: torch calls this after each archive."""
+        self.digest.update(data[:written])
+        return written

@@ -6,7 +6,6 @@ are, and puts it last. No rank knows of the others' files: a copy is complete if
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import psutil
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from unitrain.checkpoint.hooks import Candidate
 from unitrain.checkpoint.sharded.dcp import METADATA
@@ -95,7 +95,7 @@ def prefix() -> str:
 
 def folder_of(location: str, setting: str | None = None) -> Path:
     """Return the folder on this host of a run that saves its checkpoints to a location."""
-    return memory_folder(setting) / f"{prefix()}{hashlib.sha256(location.encode()).hexdigest()[:16]}"
+    return memory_folder(setting) / f"{prefix()}{xxh3_64_hexdigest(location.encode())}"
 
 
 def left_copies() -> str:
@@ -250,7 +250,7 @@ class MemoryStore:
                     others.add(copy)
                 else:
                     about = note.about.get("strategy"), note.about.get("world_size")
-                    digest, rank = hashlib.sha256(content).hexdigest(), int(_NOTE.sub(r"\1", name))
+                    digest, rank = xxh3_128_hexdigest(content), int(_NOTE.sub(r"\1", name))
                     files[name] = len(content)
                     same_job = about == (settings, self._ranks.world_size)
                     yield Note(copy, rank, digest, note.saved, note.writers, same_job, files)
