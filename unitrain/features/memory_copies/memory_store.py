@@ -99,15 +99,15 @@ def folder_of(location: str, setting: str | None = None) -> Path:
 
 
 def left_copies() -> str:
-    """Return which folders this user's runs have in the memory of this host. A job that was killed leaves them."""
-    folders, size = sorted(memory_folder().glob(f"{prefix()}*")), 0
+    """Return how many folders this user's runs have in the memory of this host. A job that was killed leaves them."""
+    folders, size = list(memory_folder().glob(f"{prefix()}*")), 0
     for file in (file for folder in folders for file in folder.rglob("*")):
         with suppress(FileNotFoundError):  # a run replaces its copies
             size += file.stat().st_size
     if not folders:
         return "none"
-    shown = ", ".join(map(str, folders))
-    return f"{size / 2**30:.1f} GiB in {shown}: remove the folders of runs that are not resumed"
+    where = f"{memory_folder() / prefix()}* (folders: {len(folders)})"
+    return f"{size / 2**30:.1f} GiB in {where}: remove the folders of runs that are not resumed"
 
 
 class MemoryStore:
