@@ -86,6 +86,7 @@ class Iterable:
         self._beginnings: dict[tuple[int, int], int] = {}
         self._expected: dict[tuple[int, int], int] = {}
         self._seeks_of = -1  # which epoch
+        self._start = 0
         self._read(self._usual)
 
     def _dealing(self, shards: tuple[int, int] | None) -> Dealing:
@@ -134,6 +135,10 @@ class Iterable:
                 "until the dataset ends."
             )
         return replace(self._plan, samples=len(self._dataset))
+
+    def read(self, stop: int) -> EpochPlan:
+        """Return the plan of the epoch that was read last, up to position ``stop``, if it was read as a whole."""
+        return replace(self._plan, start=self._start, samples=stop, drop_last=False)
 
     def _reading_of(self, number: int) -> _Reading:
         return self._resumed if self._resumed.epoch == number else self._usual
@@ -224,6 +229,7 @@ class Iterable:
         if reading is not self._reading:
             self._read(reading)
         self._keep(reading, number, step)
+        self._start = start
         dealing = reading.dealing
         if self._agreement is None or dealing is None:
             self._stream.begin(seed, number, start)

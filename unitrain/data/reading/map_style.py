@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, islice, tee
+from itertools import chain, islice, takewhile, tee
 from typing import Any
 
 import numpy as np
@@ -53,10 +53,15 @@ class MapStyle:
         )
         self._loader = self._make_loader()
         self._length = len(dataset)
+        self._reading: Iterable[MicroBatch] = ()
 
     def plan(self, seed: int, number: int) -> Plan:
         """Return the plan of a whole epoch. It may draw from a sampler: see ``Orders.epoch``."""
         return self._orders.epoch(seed, number, 0).plan
+
+    def read(self, stop: int) -> Iterator[MicroBatch]:
+        """Return this rank's micro-batches up to position ``stop`` in the epoch that was read last."""
+        return takewhile(lambda micro_batch: micro_batch.stop <= stop, self._reading)
 
     def drawn(self, seed: int, number: int) -> str:
         """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""
@@ -90,6 +95,7 @@ class MapStyle:
             DataError: a worker died or hangs, or a sampler has no end.
         """
         epoch = self._orders.epoch(seed, number, start)
+        self._reading = epoch.plan
         labels, micro_batches = tee(epoch.plan)  # the loader reads ahead
         coming = requests(epoch, micro_batches, seed if self._seeded else None, number)
         if compare is not None:
