@@ -29,7 +29,7 @@ from unitrain.recipes.shared.settings import TrainingSettings
 from unitrain.recipes.speaker_verification import losses as speaker_losses
 from unitrain.recipes.speaker_verification import model as speaker_model
 from unitrain.recipes.speaker_verification import speech
-from unitrain.recipes.speaker_verification.batches import SpeakerBatches, in_batch_order
+from unitrain.recipes.speaker_verification.batches import SpeakerBatches
 from unitrain.recipes.speaker_verification.verification import verify
 
 
@@ -125,8 +125,8 @@ def main() -> None:
                 with strategy.autocast():
                     embeddings = model(waveforms)
                     if criterion.compare:  # speakers with each other: those of all processes
-                        rows = strategy.gather((embeddings, labels), differentiable=True)
-                        embeddings, labels = (in_batch_order(part, strategy.shares) for part in rows)
+                        pair = embeddings, labels
+                        embeddings, labels = strategy.gather(pair, differentiable=True, in_order=train)
                     loss = criterion(head, embeddings, labels)
                 mean_loss.add(mean=loss, count=len(waveforms))
                 strategy.step(loss, optimizer, scheduler)

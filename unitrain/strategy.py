@@ -391,8 +391,8 @@ class Strategy:
         """
         return self._gathering.all_gather(tensor) if differentiable else self._communicator.all_gather(tensor)
 
-    def gather(self, value: T, *, differentiable: bool = False) -> T:
-        """Return the rows of all ranks, in rank order, though ranks may have different numbers of rows. Collective.
+    def gather(self, value: T, *, differentiable: bool = False, in_order: Loader | None = None) -> T:
+        """Return the rows of all ranks, though ranks may have different numbers of rows. Collective.
 
         Tensors are concatenated along their first dimension; of scalars, each is a row. Lists are rows, too: the lists
         of all ranks are concatenated. Dicts and tuples keep their structure. Any other object becomes a list with one
@@ -407,19 +407,31 @@ class Strategy:
             differentiable: pass gradients back to each rank's rows, summed over the ranks. The backward is collective
                 then. As ``step`` weighs each rank's loss by its share of the batch, a loss over gathered rows has the
                 gradient that one process computes for the global batch.
+            in_order: the loader that the rows are from, one for each sample: in its loop, of the batch that it yielded
+                last, and after it, of all of its batches. Then they come in the order in which one process would read
+                them: the dataset's, unless the loader shuffles or has a sampler. Otherwise, the rows of rank 0 come
+                first, then those of rank 1, and so on.
 
         Raises:
-            UsageError: structures, dtypes or other dimensions differ, on all ranks; or the first batch of an evaluation
-                for which this is called has too few samples for all ranks.
+            UsageError: structures, dtypes or other dimensions differ, or a rank has not one row for each sample of
+                ``in_order``, on all ranks; or the first batch of an evaluation for which this is called has too few
+                samples for all ranks.
 
         Example:
             >>> with strategy.evaluation(model):
-            ...     parts = [strategy.gather((model(images), labels)) for images, labels in val]
+            ...     parts = [strategy.gather((model(images), labels), in_order=val) for images, labels in val]
             >>> scores, labels = (torch.cat(part) for part in zip(*parts))
         """
         self._loop.gathers()
-        has_rows = not self._step.batches.current_batch.is_stand_in
-        gathered: T = self._gathering.gather(value, has_rows=has_rows, differentiable=differentiable)
+        positions = None
+        if in_order is not None:
+            if not isinstance(in_order, Loader):
+                raise UsageError(f"in_order= takes a loader of strategy.dataloader, not {type(in_order).__name__}.")
+            positions = in_order.sample_positions()
+        has_rows = in_order is not None or not self._step.batches.current_batch.is_stand_in
+        gathered: T = self._gathering.gather(
+            value, has_rows=has_rows, differentiable=differentiable, positions=positions
+        )
         return gathered
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:

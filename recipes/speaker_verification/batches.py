@@ -1,17 +1,14 @@
-"""``SpeakerBatches``, a batch sampler, and ``in_batch_order``, which puts gathered rows into its order."""
+"""``SpeakerBatches``: a batch sampler of utterances by speaker."""
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from unitrain import ConfigError
-from unitrain.data.order.shares import owners
 
 
 class SpeakerBatches(Sampler[list[int]]):
@@ -75,13 +72,3 @@ class SpeakerBatches(Sampler[list[int]]):
             drawn = drawn[torch.randperm(size)]
             left[drawn] -= 1
             yield [next(queues[speaker]) for speaker in drawn.tolist() for _ in range(self._utterances)]
-
-
-def in_batch_order(rows: Tensor, shares: tuple[int, ...]) -> Tensor:
-    """Return gathered rows in the order of the global batch.
-
-    A loader gives rank ``r`` of ``W`` every ``W``-th row of a batch, or its share (``strategy.shares``).
-    ``strategy.gather`` returns the rows of rank 0, then those of rank 1, and so on.
-    """
-    ranks = torch.from_numpy(np.resize(owners(shares), len(rows))).to(rows.device)
-    return rows[ranks.argsort(stable=True).argsort()]

@@ -160,8 +160,8 @@ class TrainingCrops(Dataset[tuple[Tensor, int]]):
         return _as_floats(samples[start : start + self._length]), self._speakers[index]
 
 
-class TrialCrops(Dataset[tuple[int, Tensor]]):
-    """Utterances of trials: a sample is its index, and evenly spaced crops of it (crops, samples).
+class TrialCrops(Dataset[Tensor]):
+    """Utterances of trials: a sample has evenly spaced crops of one (crops, samples).
 
     Args:
         files: the utterances.
@@ -177,10 +177,10 @@ class TrialCrops(Dataset[tuple[int, Tensor]]):
     def __len__(self) -> int:
         return len(self._files)
 
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+    def __getitem__(self, index: int) -> Tensor:
         samples = _read(self._files[index], self._length)
         starts = np.linspace(0, len(samples) - self._length, self._crops).round().astype(int)
-        return index, torch.stack([_as_floats(samples[start : start + self._length]) for start in starts])
+        return torch.stack([_as_floats(samples[start : start + self._length]) for start in starts])
 
 
 def _read(file: Path, at_least: int) -> NDArray[np.int16]:

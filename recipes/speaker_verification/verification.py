@@ -42,15 +42,12 @@ def verify(strategy: Strategy, model: nn.Module, loader: Any, trials: Trials) ->
         trials: the trials.
     """
     dimensions = cast(SpeakerNet, strategy.unwrap(model)).dimensions
-    indices = [torch.empty(0, dtype=torch.int64, device=strategy.device)]  # a rank may have none
-    means = [torch.empty(0, dimensions, dtype=torch.float64, device=strategy.device)]
+    means = [torch.empty(0, dimensions, dtype=torch.float64, device=strategy.device)]  # a rank may have none
     with strategy.evaluation(model), strategy.autocast():
-        for index, crops in loader:
+        for crops in loader:
             each = torch.stack([F.normalize(model(crop).double()) for crop in crops.unbind(1)])
-            indices.append(index)
             means.append(each.mean(0))  # the dot product of two means is the mean of all dot products
-    index, rows = strategy.gather((torch.cat(indices), torch.cat(means)))
-    embeddings = rows[index.argsort()].cpu().numpy()
+    embeddings = strategy.gather(torch.cat(means), in_order=loader).cpu().numpy()
     scores = (embeddings[trials.first] * embeddings[trials.second]).sum(1)
     return ErrorRates(*strategy.on_main(lambda: tuple(error_rates(scores, trials.same))))
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from needs import HOROVOD
+from needs import FSDP, HOROVOD
 from ranks import run_ranks
-from streams import Shards
+from streams import Numbers, Shards
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
@@ -79,6 +79,9 @@ def evaluations(strategy: Strategy) -> list[list[float]]:
     for loader in loaders:
         with strategy.evaluation(model):
             seen = [strategy.gather({"value": batch, "name": [str(v) for v in batch.tolist()]}) for batch in loader]
+        if loader is loaders[-1]:
+            with pytest.raises(UsageError, match="the order of a Shards over the ranks is not known, in shards"):
+                strategy.gather(seen, in_order=loader)
         together = strategy.gather(torch.tensor([-1.0]))
         assert together.tolist() == [-1.0] * strategy.world_size
         assert [name for part in seen for name in part["name"]] == [
@@ -133,6 +136,83 @@ def contrastive(strategy: Strategy, accumulate_rows: int = 10) -> list[Tensor]:
     own = torch.full((3,), float(strategy.rank + 1), dtype=torch.float64, requires_grad=True)
     (strategy.all_gather(own, differentiable=True).prod(0).sum() * (strategy.rank + 1)).backward()  # type: ignore[no-untyped-call]
     return [*(p.detach().clone() for p in model.parameters()), own.grad if own.grad is not None else torch.zeros(0)]
+
+
+def in_order(backend: str, shares: tuple[int, ...] | None) -> list[Any]:
+    """Gather in the order of loaders, in their loops and after them. One process has it by itself."""
+    with unitrain.init(
+        backend=backend, device="cpu", timeout_s=30, precision="fp64", shares=shares, deterministic=True
+    ) as strategy:
+        model = strategy.prepare(nn.Linear(1, 1))
+        values = torch.arange(13.0, dtype=torch.float64)
+        results: list[Any] = []
+        for options in (
+            {"global_batch_size": 5, "micro_batch_size": 3},
+            {"global_batch_size": 4, "shuffle": True},  # the last batch has one sample
+            {"batch_sampler": [[3, 2, 1, 0], [4], [8, 5, 6, 7], [9]]},
+        ):
+            loader = strategy.dataloader(values, **options)
+            mine: list[str] = []
+            seen: list[float] = []
+            with strategy.evaluation(model):
+                for batch in loader:
+                    rows, names = strategy.gather((batch, [f"{v:g}" for v in batch.tolist()]), in_order=loader)
+                    assert [float(name) for name in names] == rows.tolist()
+                    assert strategy.gather({"again": -batch}, in_order=loader)["again"].tolist() == (-rows).tolist()
+                    seen += rows.tolist()
+                    mine += [f"{v:g}" for v in batch.tolist()]  # with stand-ins
+            results += [seen, strategy.gather(mine, in_order=loader)]
+        for data in (values, Numbers(13)):
+            loader = strategy.dataloader(data, global_batch_size=4)
+            with strategy.evaluation(model):
+                for _ in range(2):
+                    kept = [batch for batch in loader if not loader.stand_in]
+                    together = torch.cat([torch.empty(0, dtype=torch.float64), *kept])
+                    results.append(strategy.gather(together, in_order=loader).tolist())
+                for number, batch in enumerate(loader):
+                    kept = [*kept[:number], batch]
+                    if number == 1:
+                        break
+                results.append(strategy.gather(torch.cat(kept), in_order=loader).tolist())
+        train, embed = strategy.dataloader(values, global_batch_size=5, shuffle=True), nn.Linear(1, 1).double()
+        with torch.no_grad():
+            embed.weight.fill_(0.5), embed.bias.fill_(0.1)
+        embed, optimizer = strategy.prepare(embed, torch.optim.SGD(embed.parameters(), 0.1))
+        for batch in train:
+            rows = strategy.gather(torch.tanh(embed(batch[:, None]))[:, 0], differentiable=True, in_order=train)
+            strategy.step((rows * torch.arange(1.0, len(rows) + 1)).mean(), optimizer)  # depends on the order
+        results += [parameter.item() for parameter in strategy.export(embed).parameters()]
+        # A row too few on one rank is an error on all, as are other loaders.
+        for batch in train:
+            with pytest.raises(UsageError, match=r"gather got \d rows for \d samples of .* on rank 0"):
+                strategy.gather(batch[1:] if strategy.is_main else batch, in_order=train)
+            strategy.step(embed(batch[:, None]).mean(), optimizer)
+        for loader, message in (
+            ([values], "takes a loader"),
+            (strategy.dataloader(values, batch_size=1), "not iterated over"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                strategy.gather(values, in_order=loader)
+        return results
+
+
+@pytest.mark.parametrize(
+    ("backend", "nprocs", "launcher", "shares"),
+    [
+        pytest.param("ddp", 3, "spawn", (2, 1, 1), id="ddp-3-shares"),
+        pytest.param("horovod", 2, "horovodrun", None, id="horovod-2", marks=HOROVOD),
+        pytest.param("fsdp", 2, "spawn", None, id="fsdp-2", marks=FSDP),
+    ],
+)
+def test_rows_come_in_the_order_of_one_process(
+    backend: str, nprocs: int, launcher: Literal["spawn", "horovodrun"], shares: tuple[int, ...] | None
+) -> None:
+    expected = in_order("single", None)
+    assert expected[0] == list(range(13))
+    for results in run_ranks(in_order, backend, shares, nprocs=nprocs, launcher=launcher):
+        assert len(results) == len(expected)
+        for found, alone in zip(results, expected, strict=True):
+            assert found == (pytest.approx(alone, abs=1e-9) if isinstance(alone, float) else alone)
 
 
 def refused(strategy: Strategy) -> list[str]:

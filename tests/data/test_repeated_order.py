@@ -37,14 +37,18 @@ def train(
             break
 
 
+@pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("steps", [2, 99])
-def test_a_second_loader_that_repeats_the_order_is_warned_of(strategy: Strategy, steps: int) -> None:
-    trained = prepared(strategy)
+def test_a_second_loader_that_repeats_the_order_is_warned_of(strategy: Strategy, steps: int, optimizers: int) -> None:
+    pairs = [prepared(strategy) for _ in range(optimizers)]
 
     def round_of_training() -> None:
         loader = strategy.dataloader(DATA, batch_size=4, shuffle=True)
         next(iter(loader))
-        train(strategy, loader, *trained, steps=steps)
+        for number, (rows,) in enumerate(loader, 1):
+            strategy.step(sum(model(rows).mean() for model, _ in pairs), [optimizer for _, optimizer in pairs])
+            if number == steps:
+                break
 
     round_of_training()
     with pytest.warns(UserWarning, match=r"a second loader that was made at .*test_repeated_order.py:\d+ has shuffled"):
@@ -69,3 +73,5 @@ def test_other_rounds_are_not_warned_of(strategy: Strategy) -> None:
                 list(strategy.dataloader(data, batch_size=4, shuffle=True))
         for _ in range(2):  # a fold trains its own model
             train(strategy, strategy.dataloader(DATA, batch_size=4, shuffle=True), *prepared(strategy), steps=99)
+        for fold in [prepared(strategy) for _ in range(2)]:  # and so if all are there from the beginning
+            train(strategy, strategy.dataloader(DATA, batch_size=4, shuffle=True), *fold, steps=99)

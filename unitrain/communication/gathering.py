@@ -25,18 +25,42 @@ class Gathering:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
 
-    def gather(self, value: Any, *, has_rows: bool = True, differentiable: bool = False) -> Any:
-        """See ``Strategy.gather``. Without ``has_rows``, this rank's rows are left out: they are a stand-in's."""
+    def gather(
+        self, value: Any, *, has_rows: bool = True, differentiable: bool = False, positions: Tensor | None = None
+    ) -> Any:
+        """See ``Strategy.gather``.
+
+        Args:
+            value: this rank's rows.
+            has_rows: whether they count. A stand-in's don't.
+            differentiable: pass gradients back to each rank's rows.
+            positions: of this rank's rows, by which those of all ranks are sorted. Negative ones are of stand-ins,
+                whose rows don't count, and may have been left out.
+        """
         leaves: list[Any] = []
+        misfit = (0, 0)
 
         def take(leaf: Any) -> _Form:
-            leaves.append(_in_rows(leaf, has_rows=has_rows, differentiable=differentiable))
-            return _Form(leaves[-1])
+            nonlocal misfit
+            rows = _in_rows(leaf, has_rows=has_rows, differentiable=differentiable)
+            if positions is not None and len(rows) == len(positions):
+                rows = _picked(rows, (positions >= 0).nonzero()[:, 0])
+            elif positions is not None and len(rows) != int((positions >= 0).sum()):
+                misfit = len(rows), len(positions)
+            leaves.append(rows)
+            return _Form(rows)
 
         # Lists are leaves, since their lengths may differ between ranks.
         form = repr(rebuilt(value, take, closed=list))
-        gathered = iter(self._gather(_Part(leaves, form)))
-        return rebuilt(value, lambda leaf: next(gathered), closed=list)
+        if positions is not None:
+            leaves.append(positions[positions >= 0])
+            form += " in order"
+        gathered = self._gather(_Part(leaves, form, misfit))
+        if positions is not None:
+            order = gathered.pop().argsort()
+            gathered = [_picked(rows, order) for rows in gathered]
+        parts = iter(gathered)
+        return rebuilt(value, lambda leaf: next(parts), closed=list)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See ``Strategy.all_gather`` with ``differentiable``."""
@@ -47,7 +71,13 @@ class Gathering:
     def _gather(self, part: _Part) -> list[Any]:
         ranks = self._communicator
         facts = torch.tensor(part.facts(), device=ranks.device)
-        only_tensors, digests, rows = ranks.collectives.all_gather(facts).T.tolist()
+        only_tensors, digests, rows, given, needed = ranks.collectives.all_gather(facts).T.tolist()
+        if given != needed:
+            rank = next(rank for rank in range(len(given)) if given[rank] != needed[rank])
+            raise UsageError(
+                f"gather got {given[rank]} rows for {needed[rank]} samples of the loader of in_order= on rank {rank}: "
+                "in the loop over it, pass a row for each sample of its last batch, and after it, of all batches."
+            )
         if all(only_tensors) and len(set(digests)) == 1 and min(rows) >= 0:
             return [self._rows(leaf, rows) for leaf in part.leaves]
         descriptions = ranks.all_gather_object(part.description())
@@ -95,13 +125,15 @@ class _Part(NamedTuple):
 
     leaves: list[Any]
     form: str
+    misfit: tuple[int, int] = (0, 0)
+    """The number of rows of a leaf that has too few or too many, and the number that it needs."""
 
     def facts(self) -> list[int]:
-        """Return whether there are only tensors, a digest of the form, and the number of rows, -1 if it differs."""
+        """Return whether there are only tensors, a digest of the form, and numbers of rows: -1 if it differs."""
         if not self.leaves or any(isinstance(leaf, list) for leaf in self.leaves):
-            return [0, 0, 0]
+            return [0, 0, 0, *self.misfit]
         rows = {len(leaf) for leaf in self.leaves}
-        return [1, derived_seed(self.form) >> 1, rows.pop() if len(rows) == 1 else -1]
+        return [1, derived_seed(self.form) >> 1, rows.pop() if len(rows) == 1 else -1, *self.misfit]
 
     def description(self) -> list[Any]:
         """Return the form, and for each leaf its shape, or its objects."""
@@ -137,6 +169,13 @@ class _Rows(torch.autograd.Function):
         real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
         rows = ctx.communicator.all_reduce(real)[ctx.first : ctx.first + ctx.count]
         return torch.view_as_complex(rows) if grad.is_complex() else rows, None, None
+
+
+def _picked(rows: Any, index: Tensor) -> Any:
+    """Return the rows of a tensor or a list at these indices."""
+    if isinstance(rows, Tensor):
+        return rows[index.to(rows.device)]
+    return refilled(rows, [rows[i] for i in index.tolist()])
 
 
 def _in_rows(leaf: Any, *, has_rows: bool, differentiable: bool) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from torch import Tensor
 from typing_extensions import Unpack
 
 from unitrain import call_site
@@ -15,6 +17,7 @@ from unitrain.config import StrategyConfig
 from unitrain.data.loop import Iteration, LoopListener
 from unitrain.data.options import LoaderOptions
 from unitrain.data.order.sharding import MicroBatch
+from unitrain.data.order.shares import part_of
 from unitrain.data.reading.feeding import feed
 from unitrain.data.reading.fingerprint import check_same_data, fingerprint, is_declared
 from unitrain.data.reading.iterable import Iterable
@@ -74,6 +77,7 @@ class Loader:
         self._compared: int | None = None
         self.identity: object = object()  # an iteration that outlives the loader must not keep its dataset in memory
         self._iteration: Iteration | None = None
+        self._latest: Iteration | None = None  # also when it has ended
         self._resumed = False  # in a later epoch, and not iterated over since
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
         self._given = given
@@ -118,6 +122,29 @@ class Loader:
         """
         last = self._last
         return last is not None and not last.count
+
+    def sample_positions(self) -> Tensor:
+        """Return the positions in the epoch's order of the samples in the last batch; after a loop, in all its batches.
+
+        Without ``shuffle`` and samplers, that is their order in the dataset. The sample of a stand-in has -1.
+
+        Raises:
+            UsageError: nothing was yielded yet, or the positions are not known, since ranks read different shards.
+        """
+        iteration = self._latest
+        if iteration is None:
+            raise UsageError("the loader of in_order= was not iterated over: pass the loader that the rows are from.")
+        depends = isinstance(self._source, Iterable) and self._given.division is not None  # on samples
+        if iteration.order is None or (iteration.is_over and depends):
+            raise UsageError(
+                f"the order of a {type(self.dataset).__name__} over the ranks is not known, in shards, or after a loop "
+                "with batching=: let it yield an index with each sample, gather that as well, and sort by it."
+            )
+        last, part = iteration.micro_batch, part_of(self._communicator.rank, self._loop.shares)
+        stop = 0 if last is None else last.stop
+        read = self._source.read(stop) if iteration.is_over or last is None else [last]
+        positions = (batch.positions(part) if batch.count else np.array([-1]) for batch in read)
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *positions]))
 
     @property
     def epoch(self) -> int:
@@ -203,13 +230,16 @@ class Loader:
         if comparing:
             self._check_same_data()
         self._compared = length
-        iteration = self._iteration = Iteration(self.identity, (self._seed, self._epoch) if shares_order else None)
+        iteration = self._iteration = self._latest = Iteration(
+            self.identity, (self._seed, self._epoch) if shares_order else None
+        )
         complete = False
         try:
             yield from self._batches(iteration, comparing=comparing)
             complete = True
         finally:
             # Reached by break and by exceptions, too, and by the garbage collector for a generator that was dropped.
+            iteration.is_over = True
             if not complete and iteration is self._iteration:
                 if self._loop.leave(iteration):
                     self._tell_repeated(iteration)

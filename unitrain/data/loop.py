@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch.optim import optimizer as torch_optimizer
@@ -51,6 +51,8 @@ class Iteration:
     reached: int = 0  # position in the order up to which samples were trained on, or left out by the script
     open_at_once: int = 1  # number of batches of the loader that were open at its first backward
     gathers: bool = False  # whether ``gather`` was called for a batch of it, in an evaluation
+    versions: dict[Any, int] = field(default_factory=dict)  # of each optimizer's parameters, when it began
+    is_over: bool = False  # ended, or left
     began_at: int | None = None  # how many steps all optimizers had made when it began; None in an evaluation
 
     def take(self, micro_batch: MicroBatch) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 import unitrain
-from unitrain import CheckpointError, ConfigError, DataError
+from unitrain import CheckpointError, ConfigError, DataError, UsageError
 from unitrain.data.order.order import Shuffled
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.features.balanced_batches import BalancedBatches
@@ -160,6 +160,8 @@ def test_the_number_of_batches_of_a_stream_is_unknown_if_it_depends_on_costs() -
     by_length = BalancedBatches(lengths=length_of)
     loader = pretended_rank(accumulate=2).dataloader(Countable(30), global_batch_size=8, batching=by_length)
     assert len(loader) == len(list(loader)) == 8
+    with pytest.raises(UsageError, match="after a loop with batching="):
+        loader.sample_positions()
     limited = BalancedBatches(lengths=length_of, max_cost=40)
     loader = pretended_rank().dataloader(Countable(30), global_batch_size=8, batching=limited)
     with pytest.raises(TypeError, match="the number of its batches is unknown"):

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unitrain.data.order.shares import part_of
 from unitrain.errors import ConfigError
-from unitrain.recipes.speaker_verification.batches import SpeakerBatches, in_batch_order
+from unitrain.recipes.speaker_verification.batches import SpeakerBatches
 
 # The utterances of speakers 0 to 6: 1 to 40.
 COUNTS = (1, 2, 5, 6, 8, 11, 40)
@@ -59,10 +58,3 @@ def test_every_speaker_and_utterance_has_its_turn() -> None:
 def test_a_batch_is_a_multiple_of_the_utterances_per_speaker() -> None:
     with pytest.raises(ConfigError, match="the batch size is 7, but must be a multiple of 2, the utterances per spe"):
         SpeakerBatches(SPEAKERS, 7, 2, 500)
-
-
-@pytest.mark.parametrize("shares", [(1,), (1, 1), (1,) * 5, (1,) * 9, (3, 1), (1, 5, 2)])
-def test_gathered_rows_are_put_into_the_order_of_the_batch(shares: tuple[int, ...]) -> None:
-    batch = torch.arange(7) * 10
-    gathered = torch.cat([batch[part_of(rank, shares).positions(0, 7)] for rank in range(len(shares))])
-    assert in_batch_order(gathered, shares).tolist() == batch.tolist()

@@ -83,7 +83,7 @@ def test_a_score_is_the_mean_cosine_of_all_pairs_of_crops(tmp_path: Path) -> Non
     trials = trials_in(tmp_path / "speech")
     model = speaker_model.build("resnetse10").double().eval()
     crops = speech.TrialCrops(trials.files, 0.2, 3)
-    each = [model(crops[i][1].double()).detach().numpy() for i in range(len(crops))]
+    each = [model(crops[i].double()).detach().numpy() for i in range(len(crops))]
     unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in each]
     scores = np.array([(unit[a] @ unit[b].T).mean() for a, b in zip(trials.first, trials.second, strict=True)])
     expected = error_rates(scores, trials.same)

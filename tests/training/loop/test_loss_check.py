@@ -159,3 +159,26 @@ def test_the_script_s_line_is_shown() -> None:
     (message,), others = run_ranks(train_with_ignored_targets)
     assert message.startswith(f"{__file__}: the loss is a mean over 4")
     assert others == []
+
+
+def train_on_padded_batches(numbers: list[list[int]]) -> list[str]:
+    """Train on a mean over this many elements for each sample on each rank, as if batches were padded."""
+    with unitrain.init(backend="ddp", timeout_s=30) as strategy, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model, optimizer = strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+        for of_ranks in numbers:
+            for rows in strategy.dataloader(torch.ones(9, 1), global_batch_size=3):  # two samples on rank 0
+                elements = model(rows).expand(len(rows), of_ranks[strategy.rank])
+                strategy.step(
+                    elements.square().mean() + 0.1 * (model.module.weight.expand(5, 5) ** 2).mean(), optimizer
+                )
+    return [f"{one.filename}: {one.message}" for one in seen]
+
+
+def test_ranks_with_means_over_another_number_for_each_sample_are_warned_of_once() -> None:
+    (message,), others = run_ranks(train_on_padded_batches, [[8, 8], [12, 8], [8, 16]])
+    assert message.startswith(
+        f"{__file__}: the loss is a mean over 8 where rank 1's batch has 1 samples, and over 24 for 2 on rank 0: some"
+    )
+    assert others == []
+    assert run_ranks(train_on_padded_batches, [[8, 8], [12, 12], [5, 5]]) == [[], []]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, islice, tee
+from itertools import chain, islice, takewhile, tee
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from unitrain.data.order.samplers import Epoch, Orders
 from unitrain.data.order.sharding import MicroBatch, Plan
@@ -22,6 +23,8 @@ _LOOK_UP = 2**15
 _LARGE_BATCH = 2**10
 # Number of samples that the ranks compare, and that each of them reads for it.
 COMPARED = 5
+# Of what a dataset has: how many tensors in a list are looked at, and about how many elements of an array.
+_FEW, _ELEMENTS = 16, 2**14
 
 
 class MapStyle:
@@ -52,11 +55,16 @@ class MapStyle:
             **settings,
         )
         self._loader = self._make_loader()
-        self._length = len(dataset)
+        self._seen: list[int] = []  # of the dataset, when workers were asked last
+        self._reading: Iterable[MicroBatch] = ()
 
     def plan(self, seed: int, number: int) -> Plan:
         """Return the plan of a whole epoch. It may draw from a sampler: see ``Orders.epoch``."""
         return self._orders.epoch(seed, number, 0).plan
+
+    def read(self, stop: int) -> Iterator[MicroBatch]:
+        """Return this rank's micro-batches up to position ``stop`` in the epoch that was read last."""
+        return takewhile(lambda micro_batch: micro_batch.stop <= stop, self._reading)
 
     def drawn(self, seed: int, number: int) -> str:
         """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""
@@ -90,6 +98,7 @@ class MapStyle:
             DataError: a worker died or hangs, or a sampler has no end.
         """
         epoch = self._orders.epoch(seed, number, start)
+        self._reading = epoch.plan
         labels, micro_batches = tee(epoch.plan)  # the loader reads ahead
         coming = requests(epoch, micro_batches, seed if self._seeded else None, number)
         if compare is not None:
@@ -101,9 +110,11 @@ class MapStyle:
 
     def _read(self, coming: Iterator[Request], seed: int) -> Iterator[Any]:
         """Return an iterator over what is requested, which the DataLoader requests from its workers ahead."""
-        if self._loader.persistent_workers and (len(self._dataset) != self._length or _has_epochs(self._dataset)):
-            self._loader = self._make_loader()  # workers with a copy of the dataset from before end with their loader
-        self._length = len(self._dataset)
+        if self._loader.persistent_workers:
+            seen = _seen_of(self._dataset)
+            if seen != self._seen or _has_epochs(self._dataset):
+                self._loader = self._make_loader()  # workers with a copy of the dataset from before end with theirs
+            self._seen = seen
         # The DataLoader lives for all epochs, so that persistent workers do, and gets each epoch's requests by this.
         self._requests.coming = coming
         # What workers draw outside of samples differs between ranks.
@@ -118,6 +129,30 @@ def _has_epochs(dataset: Any) -> bool:
             return True
         dataset = getattr(dataset, "dataset", None)
     return False
+
+
+def _seen_of(dataset: Any) -> list[int]:
+    """Return numbers that differ once a dataset has changed, as far as that shows without reading samples.
+
+    These show: its length, other attributes of it and of datasets that it wraps, other elements of lists, tuples, dicts
+    and tensors in these, and of arrays in memory if many elements have changed.
+    """
+    seen, values = [len(dataset)], [dataset]
+    for value in values:  # which grow
+        if id(value) in seen:
+            continue
+        seen.append(id(value))
+        if value is dataset or isinstance(value, Dataset):
+            values += getattr(value, "__dict__", {}).values()
+        if isinstance(value, (list, tuple, dict)):
+            parts = [*value.values()] if isinstance(value, dict) else value
+            seen.append(hash(tuple(map(id, parts))))
+            values += parts[:_FEW]
+        elif isinstance(value, Tensor) and not value.is_inference():
+            seen.append(value._version)  # which counts changes in place
+        elif type(value) is np.ndarray:  # and not one on a disk
+            seen.append(hash(value.flat[:: max(1, value.size // _ELEMENTS)].tobytes()))
+    return seen
 
 
 def _comparison(epoch: Epoch, seed: int, number: int) -> Request:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -135,7 +134,7 @@ class SchedulerCheck:
         self._due = count + 1
 
 
-class ScriptChecks:
+class ScriptChecks(StepHook):
     """Looks at the calls of a script, and warns of those that are probably mistakes. Most run in the first steps only.
 
     Args:
@@ -151,11 +150,11 @@ class ScriptChecks:
     def __init__(self, communicator: Communicator, accumulate: int, is_prepared: Callable[[Parameter], bool]) -> None:
         self._communicator = communicator
         self._pulse = communicator.collectives.pulse
-        self._losses = LossCheck(accumulate, communicator.world_size)
+        self._communicator = communicator
+        self._losses = LossCheck(accumulate, communicator.world_size, warns=communicator.is_main)
         self._schedulers = SchedulerCheck(pending=communicator.is_main)
         self.direct: DirectStepCheck | None = DirectStepCheck(is_prepared) if communicator.world_size > 1 else None
-        # On rank 0 alone, without a collective: scripts make such mistakes on all ranks.
-        self.next_look: int = 0 if communicator.is_main else sys.maxsize
+        self.next_look: int = 0
 
     def before_backward(self, losses: Losses, micro_batch: MicroBatch | None) -> None:
         """Refuse a backward after ``close``, and look at the losses of some steps.
@@ -172,6 +171,11 @@ class ScriptChecks:
         for loss in losses.each:
             self._losses.look(loss, self._pulse.step, weighted=bool(losses.weights), micro_batch=micro_batch)
         self.next_look = self._losses.next_step
+
+    def at_epoch_end(self) -> None:
+        """Compare what the ranks' losses are means over. Collective."""
+        if self._communicator.world_size > 1:
+            self._losses.compare(self._communicator)
 
     def no_gradients(self, name: str) -> None:
         """Warn of a step without gradients."""

@@ -7,7 +7,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
 
 from unitrain.data.loop import Batches, Iteration, optimizer_steps
 from unitrain.data.order.sharding import MicroBatch
@@ -43,9 +42,9 @@ class TrainingLoop:
         self._optimizer_steps = optimizer_steps
         self._evaluations: list[Iteration] = []  # in progress
         self._latest: Iteration | None = None  # has yielded the last batch
-        # By the line that made a loader, and the order: which loader has trained which models last, and until which
-        # step of all optimizers.
-        self._orders: dict[tuple[str, tuple[int, int] | None], tuple[object, list[ref[nn.Module]], int]] = {}
+        # By the line that made a loader, and the order: which loader has trained last, which models and optimizers,
+        # and until which step of all optimizers.
+        self._orders: dict[tuple[str, tuple[int, int] | None], tuple[object, list[ref[Any]], int]] = {}
         self.shares: tuple[int, ...] = prepared.shares
         self.evaluating: bool = False
         self.epoch_asked: bool = False
@@ -57,6 +56,7 @@ class TrainingLoop:
             self._batches.begin(iteration)
             # Tells at its end whether it has trained, if the script steps an optimizer itself.
             iteration.began_at = self._optimizer_steps().count
+            iteration.versions = self._versions()
             for measured in self._step.hooks.batches:
                 batches = measured(batches)
         return batches
@@ -141,18 +141,26 @@ class TrainingLoop:
     def repeats(self, iteration: Iteration, made_at: str) -> bool:
         """Record the order of an iteration that was trained on. Return whether it repeats that of another loader.
 
-        Only if that one had ended before, and with one optimizer and the same models: two loaders may be read side by
+        Only if that one had ended before, and with the same models and optimizers: two loaders may be read side by
         side, and the loaders of a cross-validation in one order.
         """
         steps = self._optimizer_steps().count
         iteration.end_early(steps)
-        if not iteration.trained or self._step.windows.count > 1:
+        if not iteration.trained:
             return False
-        key, models = (made_at, iteration.order), [ref(module) for module in self._prepared]
-        current = iteration.loader, models, steps
-        loader, trained, until = self._orders.get(key, current)
-        self._orders[key] = current
-        return loader is not iteration.loader and trained == models and (iteration.began_at or 0) >= until
+        trained: list[ref[Any]] = [ref(module) for module in self._prepared]
+        trained += [key for key, version in self._versions().items() if iteration.versions.get(key) != version]
+        current = iteration.loader, trained, steps
+        loader, earlier, until = self._orders.get((made_at, iteration.order), current)
+        self._orders[made_at, iteration.order] = current
+        return loader is not iteration.loader and earlier == trained and (iteration.began_at or 0) >= until
+
+    def _versions(self) -> dict[ref[Any], int]:
+        """Return how often the parameters of each optimizer were changed in place, as its steps do."""
+        return {
+            ref(optimizer): sum(p._version for group in optimizer.param_groups for p in group["params"])
+            for optimizer in self._step.windows.optimizers
+        }
 
     def gathers(self) -> None:
         """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.

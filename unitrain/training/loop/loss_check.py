@@ -2,7 +2,7 @@
 
 The graph of a loss shows its last operations, and torch documents that a node has the tensors saved for backward as
 attributes with the prefix ``_saved``. Only the losses of the steps 1, 2, 4, 8 ... are looked at, so that it costs
-nothing.
+nothing. At the end of an epoch, the ranks compare what they saw last.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from unitrain import call_site
+from unitrain.communication.communicator import Communicator
 from unitrain.data.order.sharding import MicroBatch
 
 _NODES = 16  # that are looked at, from the loss on
+_COMPARED = 3  # of the means in a loss
 _SMALLEST_SCALE = 1024.0  # of a GradScaler, which has it as a float32 tensor
 # What may stand between a loss and the operation that is looked for; scalings may turn a sum into a mean.
 _UNSCALED = ("AddBackward0", "ToCopyBackward0", "ViewBackward0", "CloneBackward0")
@@ -35,11 +37,13 @@ class LossCheck:
         next_step: the first step with a loss that is to be looked at.
     """
 
-    def __init__(self, accumulate: int, world_size: int) -> None:
+    def __init__(self, accumulate: int, world_size: int, *, warns: bool = True) -> None:
         self._accumulate = accumulate
         self._world_size = world_size
+        self._warns = warns  # others look for a comparison only
         self.next_step: int = 0
-        self._means: list[tuple[float, int, int]] = []  # in the last loss: the divisor, and the numbers of samples
+        # In the last loss: what a mean divides by, and the number of samples on this rank, and on all.
+        self._means: list[tuple[float, int, int]] = []
 
     def look(self, loss: Tensor, step: int, *, weighted: bool, micro_batch: MicroBatch | None = None) -> None:
         """Look at one loss.
@@ -52,15 +56,29 @@ class LossCheck:
         """
         # Ever more rarely, since a mistake of this kind is there from the first steps on.
         self.next_step = max(self.next_step, 1, 2 * step)
-        message = ""
+        message, earlier, self._means = "", self._means, []
         with suppress(RuntimeError):  # a backward has freed the graph, as this one will say
             message = self._leftover(loss)
-            if not message and not weighted and (self._world_size > 1 or self._accumulate > 1):
-                message = _sum(loss) or _mean_over_some(loss)
-                if not message and micro_batch is not None and micro_batch.count:
-                    message = self._mean_over_others(loss, micro_batch.count, micro_batch.stop - micro_batch.start)
-        if message:
-            self.next_step = sys.maxsize
+            if not weighted and (self._world_size > 1 or self._accumulate > 1):
+                if micro_batch is not None and micro_batch.count:
+                    counts = micro_batch.count, micro_batch.stop - micro_batch.start
+                    self._means = [(mean, *counts) for mean in _divisors(loss)]
+                message = message or _sum(loss) or _mean_over_some(loss) or self._mean_over_others(earlier)
+        self._warn(message)
+
+    def compare(self, communicator: Communicator) -> None:
+        """Warn of means over more for each sample on one rank than on another, in the last loss. Collective."""
+        mine = torch.tensor([*self._means, *[(0.0, 0, 0)] * _COMPARED][:_COMPARED], dtype=torch.float64)
+        for of_ranks in communicator.all_gather(mine).transpose(0, 1).tolist():
+            (first, mean), *others = [(r, mean) for r, mean in enumerate(of_ranks) if mean[1]] or [(0, of_ranks[0])]
+            for rank, other in others:
+                if not _are_alike(mean, other):
+                    self._warn(_unequal(other, mean, f"rank {rank}'s", f"on rank {first}"))
+
+    def _warn(self, message: str) -> None:
+        """Warn of the first mistake."""
+        if message and self._warns:
+            self._warns, self.next_step = False, sys.maxsize
             call_site.warn(message)
 
     def _leftover(self, loss: Tensor) -> str:
@@ -84,25 +102,31 @@ class LossCheck:
             return ""
         return f"the loss is {scaling} itself. Pass the mean loss of the batch."
 
-    def _mean_over_others(self, loss: Tensor, samples: int, total: int) -> str:
+    def _mean_over_others(self, earlier: Sequence[tuple[float, int, int]]) -> str:
         """Return a message if a mean in the loss divides by a number that does not follow that of the samples.
 
         In proportion to the samples, of this rank or of all, it is exact. A mean over parameters divides by a constant.
         """
-        earlier, self._means = self._means, [(mean, samples, total) for mean in _divisors(loss)]
-        for (past, *past_counts), (mean, *counts) in zip(earlier, self._means, strict=False):
-            whole = self._accumulate == 1 and not past % past_counts[0] and not mean % samples
+        for past, mean in zip(earlier, self._means, strict=False):
             # All ranks may have the same number of pixels or tokens for each sample in a step.
-            shares = zip(past_counts, counts, strict=True)
-            if past == mean or whole or any(math.isclose(past / n, mean / m) for n, m in shares):
-                continue
-            return (
-                f"the loss is a mean over {mean:g} where this rank's batch has {samples} samples, and over {past:g} "
-                f"for {past_counts[0]} earlier: something was left out, masked, or is of unequal size. The mean of "
-                "these is not the mean over the global batch: pass weight= to step or backward, the number that the "
-                "loss is divided by, such as len(targets), mask.sum() or the number of nodes."
-            )
+            whole = self._accumulate == 1 and not past[0] % past[1] and not mean[0] % mean[1]
+            if past[0] != mean[0] and not whole and not _are_alike(past, mean):
+                return _unequal(mean, past, "this rank's", "earlier")
         return ""
+
+
+def _are_alike(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether two means divide by as much for each sample, of their rank or of all ranks."""
+    return any(math.isclose(first[0] / first[i], second[0] / second[i]) for i in (1, 2))
+
+
+def _unequal(mean: Sequence[float], other: Sequence[float], here: str, there: str) -> str:
+    return (
+        f"the loss is a mean over {mean[0]:g} where {here} batch has {mean[1]:g} samples, and over {other[0]:g} for "
+        f"{other[1]:g} {there}: something was left out, masked, or is of unequal size. The mean of these is not the "
+        "mean over the global batch: pass weight= to step or backward, the number that the loss is divided by, such as "
+        "len(targets), mask.sum() or the number of nodes."
+    )
 
 
 def _divisors(loss: Tensor) -> list[float]:

@@ -92,7 +92,7 @@ class TrainingStep:
             all_gradients=config.debug,
             complete=self.averaging.complete,
         )
-        for hook in (self.averaging, self._guard, self.checks.direct):
+        for hook in (self.averaging, self._guard, self.checks.direct, self.checks):
             if hook is not None:
                 self.hooks.add_hook(hook)
 

@@ -427,7 +427,7 @@ class Windows:
             window.shared.partners = partners
 
     def _separate_for_update(self, window: Window) -> None:
-        """Do as ``_separate`` for an update of one optimizer, which may move no weights that only other optimizers share.
+        """Do as ``_separate`` for the update of an optimizer, which may move no weights that only others share.
 
         Raises:
             UsageError: the gradients that another one has accumulated would be of other weights than those to come.
