@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 import unitrain
 
@@ -44,32 +43,6 @@ class Opened(Rows):
         return self.values[index]
 
 
-class Files(IterableDataset[Any]):
-    """Yields what is in its files, of which a loader gives each rank some."""
-
-    def __init__(self, files: list[Any]) -> None:
-        self.files = files
-
-    def __iter__(self) -> Iterator[Any]:
-        for file in self.files:
-            yield from file
-
-    def shard(self, num_shards: int, index: int) -> Files:
-        return Files(self.files[index::num_shards])
-
-
-class Draws:
-    """A file that another host does not have, or with samples that are drawn at random without a seed."""
-
-    def __init__(self, *, exists: bool) -> None:
-        self.exists = exists
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self.exists:
-            raise FileNotFoundError
-        return iter(np.random.default_rng().random(4))
-
-
 class Declared(Rows):
     fingerprint = "of whatever rank"
 
@@ -96,15 +69,6 @@ def with_other_data() -> None:
                     next(iter(loader))
         with torch.no_grad(), pytest.raises(unitrain.DataError, match="is another than on rank 0"):
             list(strategy.dataloader(Rows(turned), batch_size=4, num_workers=1))
-
-        files = [[10.0 * i + j for j in range(4)] for i in range(4)]
-        for workers in (0, 1):
-            with pytest.raises(unitrain.DataError, match="the first shard of this Files begins with another sample on"):
-                next(iter(strategy.dataloader(Files(files[rank::world]), batch_size=2, num_workers=workers)))
-        next(iter(strategy.dataloader(Files(files[rank::world]), batch_size=2, sharded=True)))  # the script's word
-        for first_file in (files[0], Draws(exists=True), Draws(exists=not rank)):
-            strategy.barrier()
-            assert len(list(strategy.dataloader(Files([first_file, *files[1:]]), batch_size=2))) == 4
 
         alike: list[Any] = [Rows(range(24)), OwnGenerator(range(24)), Declared(turned), [object] * 24, [None]]
         for data in alike:

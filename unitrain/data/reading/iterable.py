@@ -46,7 +46,6 @@ class Iterable:
         plan: has the sizes of the steps; its number of samples is not used.
         collate: makes a batch of a list of samples.
         sharded: whether each rank and worker reads a different part.
-        compared: whether the ranks are to compare a shard of a sharded dataset.
         shards: of a sharded dataset, how many shards a global batch comes from, and how many groups of these there are;
             None for one shard for each rank and worker.
         settings: keyword arguments of the DataLoader.
@@ -63,7 +62,6 @@ class Iterable:
         collate: Collate,
         *,
         sharded: bool,
-        compared: bool,
         shards: tuple[int, int] | None,
         settings: dict[str, Any],
     ) -> None:
@@ -88,8 +86,6 @@ class Iterable:
         self._expected: dict[tuple[int, int], int] = {}
         self._seeks_of = -1  # which epoch
         self._start = 0
-        # Whether the ranks are still to compare a shard, which they do once.
-        self._compares = compared and is_sharded(dataset) and plan.world_size > 1
         self._read(self._usual)
 
     def _dealing(self, shards: tuple[int, int] | None) -> Dealing:
@@ -235,10 +231,9 @@ class Iterable:
         self._start = start
         dealing = reading.dealing
         if self._agreement is None or dealing is None:
-            self._stream.begin(seed, number, start, compared=False)
+            self._stream.begin(seed, number, start)
             return ((piece.micro_batch, piece.batch) for piece in self._compared(self._noted()))
-        self._stream.begin(seed, number, 0 if dealing.loose else step, compared=self._compares)
-        self._compares = False
+        self._stream.begin(seed, number, 0 if dealing.loose else step)
         return self._agreement.micro_batches(self._compared(self._noted()), dealing, start, step)
 
     def _noted(self) -> Iterator[Any]:
@@ -264,8 +259,8 @@ class Iterable:
         """Compare the first samples of the ranks: they must be equal exactly if each rank reads the whole dataset."""
         first = next(pieces, None)
         if self._plan.world_size > 1:
-            mine = (0, 0) if first is None else (first.first, first.shared)
-            self._check_first(*self._communicator.all_gather(torch.tensor(mine)).T.tolist())
+            digests = self._communicator.all_gather(torch.tensor(0 if first is None else first.first)).tolist()
+            self._check_first(digests)
         if first is None:
             return
         yield first
@@ -280,20 +275,12 @@ class Iterable:
                 )
             yield piece
 
-    def _check_first(self, digests: list[int], shared: list[int]) -> None:
+    def _check_first(self, digests: list[int]) -> None:
         """Refuse first samples that must be equal and differ, or warn if they should differ and are equal.
 
         Args:
             digests: of the first sample of each rank; 0 for a rank without samples.
-            shared: of the first sample of the first shard, as each rank reads it; 0 if it does not.
         """
-        if all(shared) and len(set(shared)) > 1:
-            raise DataError(
-                f"the ranks passed different data to a loader: the first shard of this {type(self._dataset).__name__} "
-                f"begins with another sample on rank {[each == shared[0] for each in shared].index(False)} than on "
-                "rank 0. Pass the whole dataset on every rank, in the same order (give its shuffle a seed): the loader "
-                "shards it. If the script has given each rank its part, and nothing else splits it, pass sharded=True."
-            )
         if self._agreement is None and len(set(digests)) > 1:
             raise DataError(
                 f"the ranks read different samples from this {type(self._dataset).__name__}, which must be the same on "

@@ -58,10 +58,7 @@ def make_source(
                 "samples: pass sharded=False if every rank can read all of it, or leave batching out."
             )
         assert isinstance(plan, EpochPlan)  # a batch sampler was refused
-        return Iterable(
-            ranks, dataset, plan, collate, sharded=sharded, compared=given.sharded is None, shards=given.shards,
-            settings=settings,
-        )  # fmt: skip
+        return Iterable(ranks, dataset, plan, collate, sharded=sharded, shards=given.shards, settings=settings)
     if given.sharded is not None:
         raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
     if given.shards is not None:

@@ -51,8 +51,6 @@ class Piece(NamedTuple):
     seeks: Sequence[Seek] = ()
     """Where the stream continues after the step."""
     beginnings: Sequence[Beginning] = ()
-    shared: int = 0
-    """As in ``Turn``: a stream that is read as a whole needs none."""
 
 
 class Turn(NamedTuple):
@@ -65,8 +63,6 @@ class Turn(NamedTuple):
     """A digest of the first sample that was read."""
     seeks: Sequence[Seek]
     beginnings: Sequence[Beginning]
-    shared: int
-    """A digest of the first sample of the first shard, which all ranks have; 0 if it is not to be compared."""
 
 
 class _Stream(IterableDataset[Any]):
@@ -85,19 +81,18 @@ class _Stream(IterableDataset[Any]):
         self._collate = collate
         self._seeks = seeks
         # Persistent workers have a copy of this object, so what changes between epochs is in shared memory.
-        self._position = torch.zeros(4, dtype=torch.int64)
+        self._position = torch.zeros(3, dtype=torch.int64)
         self._position.share_memory_()  # type: ignore[no-untyped-call]
 
-    def begin(self, seed: int, epoch: int, start: int, *, compared: bool) -> None:
+    def begin(self, seed: int, epoch: int, start: int) -> None:
         """Set the position of the next iteration: an epoch, from its sample (if sharded, turn) ``start`` on.
 
-        Called in the main process; workers see it in shared memory when their iteration begins. With ``compared``, a
-        sample of the first shard is read as well, for a comparison of the ranks.
+        Called in the main process; workers see it in shared memory when their iteration begins.
         """
-        self._position[:] = torch.tensor([seed, epoch, start, compared])
+        self._position[:] = torch.tensor([seed, epoch, start])
 
     def __iter__(self) -> Iterator[Any]:
-        seed, epoch, start, _ = self._position.tolist()
+        seed, epoch, start = self._position.tolist()
         if callable(getattr(self._dataset, "set_epoch", None)):
             # The copy in a worker, which no call of the script reaches.
             self._dataset.set_epoch(epoch)
@@ -184,7 +179,7 @@ class WholeStream(_Stream):
 
     def _seed_from(self, position: int) -> None:
         """Seed the generators for the step from ``position`` on: the same whether the epoch was resumed or not."""
-        seed, epoch, *_ = self._position.tolist()
+        seed, epoch, _ = self._position.tolist()
         seed_generators(derived_seed("stream", seed, epoch, position))
 
 
@@ -223,7 +218,6 @@ class ShardedStream(_Stream):
             for group in range(worker, groups, workers)
         }
         first, sample, has_more = 0, None, bool(readers)
-        shared = self._digest_of_first_shard(epoch) if self._position[3] and not worker else 0
         turns = self._turns(start, worker, workers)
         while has_more:
             if (turn := next(turns)) is None:
@@ -241,16 +235,7 @@ class ShardedStream(_Stream):
             has_more = bool(kept) or not all(shard.ended for group in readers.values() for shard in group)
             seeking = [shard.seek for shard in current if shard.seek]
             beginnings = [shard.beginning for shard in current if shard.beginning]
-            yield Turn(turn, self._cut(kept, sample), first, seeking, beginnings, shared)
-
-    def _digest_of_first_shard(self, epoch: int) -> int:
-        """Return a digest of the first sample of the first shard; 0 if there is none, or another when read again."""
-        first = partial(Reader, self._dataset, self._dealing._replace(size=1), 0, 0, int(self._position[0]), epoch)
-        try:
-            once, again = (sample_digest(first().read(0)[0]) for _ in range(2))
-        except Exception:  # another host, say, may have the files of other shards only
-            return 0
-        return once if once == again else 0
+            yield Turn(turn, self._cut(kept, sample), first, seeking, beginnings)
 
     def _turns(self, start: int, worker: int, workers: int) -> Iterator[int | None]:
         """Yield the turns of a worker from ``start`` on, or None, so that they arrive in order from all workers.
