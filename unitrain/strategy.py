@@ -39,7 +39,6 @@ from unitrain.training.feature import Feature
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep
-from unitrain.training.loop.weights import OfBatch, ScriptLosses, ScriptWeights
 from unitrain.training.meter import Meter
 from unitrain.training.models import batch_norm, preparation
 from unitrain.training.models.buffers import BufferSync
@@ -48,6 +47,7 @@ from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
+from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights
 
 T = TypeVar("T")
 FeatureType = TypeVar("FeatureType", bound=Feature)

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain.training.loop import step
 from unitrain.training.loop.step import TrainingStep
-from unitrain.training.loop.window import Window
+from unitrain.training.windows.window import Window
 
 # Each bound is a promise of docs/about/architecture.md.
 MOST_CODE = 220

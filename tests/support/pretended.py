@@ -21,8 +21,8 @@ from unitrain.launch.detect import Launch
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
-from unitrain.training.loop.weights import Losses
 from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.windows.weights import Losses
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

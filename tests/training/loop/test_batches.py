@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import unitrain
 from unitrain import Strategy, UsageError
 from unitrain.testing.models import step_by_hand
-from unitrain.training.loop.weights import Losses, OfBatch
+from unitrain.training.windows.weights import Losses, OfBatch
 
 SAMPLES, GLOBAL_BATCH = 11, 4  # 4, 4 and 3: the last batch weighs differently on each rank
 EPOCHS = 2

@@ -33,9 +33,9 @@ from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.loop.averaging import WAITING, Averaging, Replicas
 from unitrain.training.loop.judge import Findings, NonFinitePolicy
 from unitrain.training.loop.sockets import Sockets
-from unitrain.training.loop.window import Window
 from unitrain.training.models.buffers import BufferSync
 from unitrain.training.state_parts import StatePart
+from unitrain.training.windows.window import Window
 
 _MOMENTUM = "momentum_buffer"
 

@@ -25,9 +25,9 @@ from unitrain.pulse import USER_CODE
 from unitrain.training.gradients.gradients import GradientReducer
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.checks import CopyCheck
-from unitrain.training.loop.weights import Losses
-from unitrain.training.loop.window import Window
 from unitrain.training.models.passes import ModulePass
+from unitrain.training.windows.weights import Losses
+from unitrain.training.windows.window import Window
 
 WAITING = "step"  # phase of the pulse while gradients are averaged
 Finish = Callable[[bool], None]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from unitrain.errors import UsageError
 from unitrain.training.loop.parts import run_parts
-from unitrain.training.loop.weights import Losses, LossScale, Weight, Weights
-from unitrain.training.loop.window import Window
+from unitrain.training.windows.weights import Losses, LossScale, Weight, Weights
+from unitrain.training.windows.window import Window
 
 # By a part of torch's error, which says what autograd lacks, but not which line of the script is wrong.
 _CAUSES = {

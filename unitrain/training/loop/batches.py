@@ -26,7 +26,7 @@ from unitrain.data.loop import CurrentBatch, Iteration
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
 from unitrain.pulse import ITERATION
-from unitrain.training.loop.weights import Losses
+from unitrain.training.windows.weights import Losses
 
 Entry: TypeAlias = tuple[MicroBatch, Iteration]
 _MOST_OPEN = 2**16  # of a loop that never trains

@@ -23,7 +23,7 @@ from unitrain.rng import generators_restored, seed_generators
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.loss_check import LossCheck
-from unitrain.training.loop.weights import Losses
+from unitrain.training.windows.weights import Losses
 
 _LOSSES = 3
 _STEPS = 3
@@ -150,11 +150,15 @@ class ScriptChecks(StepHook):
     def __init__(self, communicator: Communicator, accumulate: int, is_prepared: Callable[[Parameter], bool]) -> None:
         self._communicator = communicator
         self._pulse = communicator.collectives.pulse
-        self._communicator = communicator
         self._losses = LossCheck(accumulate, communicator.world_size, warns=communicator.is_main)
         self._schedulers = SchedulerCheck(pending=communicator.is_main)
         self.direct: DirectStepCheck | None = DirectStepCheck(is_prepared) if communicator.world_size > 1 else None
         self.next_look: int = 0
+
+    @property
+    def hooks(self) -> list[StepHook]:
+        """The checks that are hooks of the step."""
+        return [self] if self.direct is None else [self.direct, self]
 
     def before_backward(self, losses: Losses, micro_batch: MicroBatch | None) -> None:
         """Refuse a backward after ``close``, and look at the losses of some steps.

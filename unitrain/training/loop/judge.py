@@ -14,9 +14,9 @@ from unitrain.errors import NonFiniteError
 from unitrain.job.watch.stopping import Stopped
 from unitrain.process import print_stdout
 from unitrain.training.gradients.evidence import is_finite
-from unitrain.training.loop.weights import LossScale
-from unitrain.training.loop.window import Window
 from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.windows.weights import LossScale
+from unitrain.training.windows.window import Window
 
 Findings = tuple[bool, bool, int | None]
 """Whether losses are finite, and local gradients, and the number of the first parameter whose gradient is not."""

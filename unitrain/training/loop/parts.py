@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from unitrain.errors import UsageError
-from unitrain.training.loop.weights import Losses, LossScale, Weight, Weights
-from unitrain.training.loop.window import Window
+from unitrain.training.windows.weights import Losses, LossScale, Weight, Weights
+from unitrain.training.windows.window import Window
 
 _LAST = 8  # operations of a loss, among which a mean divides
 

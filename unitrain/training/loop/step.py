@@ -20,9 +20,10 @@ from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import ScriptChecks
 from unitrain.training.loop.judge import Judge, NonFinitePolicy
 from unitrain.training.loop.sockets import Sockets
-from unitrain.training.loop.weights import GivenWeights, Losses, LossScale, ScriptLosses, Weights
-from unitrain.training.loop.window import Window, Windows
 from unitrain.training.models.supported import check_scheduler
+from unitrain.training.windows.weights import GivenWeights, Losses, LossScale, ScriptLosses, Weights
+from unitrain.training.windows.window import Window
+from unitrain.training.windows.windows import Windows
 
 
 class StepResult(NamedTuple):
@@ -92,9 +93,8 @@ class TrainingStep:
             all_gradients=config.debug,
             complete=self.averaging.complete,
         )
-        for hook in (self.averaging, self._guard, self.checks.direct, self.checks):
-            if hook is not None:
-                self.hooks.add_hook(hook)
+        for hook in (self.averaging, self._guard, *self.checks.hooks):
+            self.hooks.add_hook(hook)
 
     # ------------------------------------------------------------------------------- the order of a step, on one page
 

@@ -1,0 +1,1 @@
+"""Accumulation windows: the losses of a window and their weights, and what each optimizer accumulates."""
