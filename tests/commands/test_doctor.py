@@ -183,8 +183,6 @@ def test_it_lists_the_copies_that_a_killed_job_left(monkeypatch: pytest.MonkeyPa
     (left / "model.pt").write_bytes(bytes(2**27))
     expected = f"0.1 GiB in {tmp_path / memory_store.prefix()}* (folders: 1): remove"
     assert str(PROBES["copies_in_memory"]()).startswith(expected)
-        f"0.1 GiB in {tmp_path / memory_store.prefix()}* (folders: 1): remove"
-    )
 
 
 HOST_NAME = """
