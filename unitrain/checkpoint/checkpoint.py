@@ -163,8 +163,6 @@ class Checkpoint:
                 )
             with self._step.replicas.shared_weights():
                 self._write(self.contents.collect(remembered), best=best)
-            for hook in self._hooks:
-                hook.saved(step)
 
     def _write(self, states: dict[str, Any], *, best: bool) -> None:
         """Write a checkpoint of states by key, or start to. Collective."""

@@ -37,9 +37,6 @@ class CheckpointHook:
     def resumed(self, step: int, folder: str) -> None:
         """The run continues after a step, from a candidate in a folder, or from a checkpoint if that is ""."""
 
-    def saved(self, step: int) -> None:
-        """A checkpoint of a step is being written."""
-
     def discarded(self) -> None:
         """All checkpoints were removed: a new run begins."""
 

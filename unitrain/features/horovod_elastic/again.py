@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from unitrain.features.horovod_elastic import asking
-from unitrain.process import exit_now, flush, print_stderr
+from unitrain.process import flush, print_stderr
 
 _END_S = 1.0
 _started_in = os.getcwd()
@@ -45,8 +45,4 @@ def start_again(line: str = "") -> NoReturn:
     with suppress(OSError):
         os.chdir(_started_in)
     # Isolated and without site-packages: it starts in milliseconds, and imports nothing from the script's folder.
-    command = [sys.executable, "-I", "-S", asking.__file__, *sys.orig_argv]
-    try:
-        os.execve(sys.executable, command, environ)
-    except OSError as error:
-        exit_now(1, f"unitrain: {sys.executable} could not be run again: {error}")
+    os.execve(sys.executable, [sys.executable, "-I", "-S", asking.__file__, *sys.orig_argv], environ)

@@ -78,8 +78,7 @@ def _connected(server: str) -> http.client.HTTPConnection:
     # The answer may take long, so TCP finds out whether the server's host is still there.
     connection.sock.settimeout(None)
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle = getattr(socket, "TCP_KEEPIDLE", 0x10)  # 0x10: TCP_KEEPALIVE of macOS
-    connection.sock.setsockopt(socket.IPPROTO_TCP, idle, _PROBE_S)
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
     connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
     connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
     return connection

@@ -139,11 +139,6 @@ class MemoryCopies(StepHook, CheckpointHook):
             self._begin()
         self._put_off(step)
 
-    def saved(self, step: int) -> None:
-        """Put the next copy off, unless steps are counted."""
-        if self._every == "auto":
-            self._put_off(step)
-
     def _put_off(self, step: int) -> None:
         """Record that a step needs no copy."""
         if self.active:

@@ -106,13 +106,13 @@ class View:
             with closing(HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)) as connection:
                 connection.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text"})
                 id_ = self._read(connection.getresponse().read(_MOST_BYTES).decode(), begin)
-        except OSError as error:
+        except (OSError, HTTPException, ValueError, LookupError) as error:
             if isinstance(error, TimeoutError) and self._steps:
                 return  # rank 0 is busy
             hint = " It was killed or has failed: it did not remove the file." if self._file else ""
-            raise UsageError(f"no job answers at {where} ({error.strerror or error}).{hint}") from error
-        except (HTTPException, ValueError, LookupError) as error:
-            raise UsageError(f"what answers at {where} has no metrics of a job of UniTrain.") from error
+            raise UsageError(
+                f"no job answers at {where} ({getattr(error, 'strerror', None) or error}).{hint}"
+            ) from error
         if self._id not in ("", id_):
             raise UsageError(f"another job answers at {where}: the job that wrote this file has failed.")
         self.took_s = time.monotonic() - begin

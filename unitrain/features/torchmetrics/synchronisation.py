@@ -141,7 +141,7 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
         if isinstance(state, list) and state and getattr(reductions[name], "__name__", "") == "dim_zero_cat":
             states[name] = [reductions[name](state)]  # to send one tensor instead of one for each update
     # A single exchange, as objects: ranks may have lists of different lengths, and tensors of different shapes.
-    ranks = communicator.all_gather_object((states, _is_used(metric, states)))
+    ranks = communicator.all_gather_object((states, metric.update_count > 0))
     # A rank without samples would count in a mean, and makes NaN of a formula for all ranks, such as a correlation's.
     used = [theirs for theirs, is_used in ranks if is_used] or [theirs for theirs, _ in ranks]
     synchronised: dict[str, Any] = {}
@@ -158,16 +158,6 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
         # Reductions can't concatenate nothing, if no rank has rows.
         synchronised[name] = value if reduction is None or not len(value) else reduction(value)
     return synchronised
-
-
-def _is_used(metric: Any, states: dict[str, Any]) -> bool:
-    """Return whether a metric has seen a sample on this rank, so that its states differ from those after a reset."""
-    if metric.update_count:
-        return True
-    return not all(
-        torch.equal(state, metric._defaults[name].to(state)) if isinstance(state, Tensor) else not state
-        for name, state in states.items()
-    )
 
 
 def _check_rows(name: str, of_ranks: Sequence[list[Tensor]]) -> None:

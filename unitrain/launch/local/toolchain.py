@@ -141,24 +141,16 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
     Raises:
         OSError: it can't be started.
     """
-    # Children that the caller had before must survive.
-    others = set(psutil.Process().children())
-    try:
-        # A compiler's output need not be UTF-8.
-        with subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace",
-        ) as process:  # fmt: skip
-            try:
-                yield process
-            except BaseException:
-                _end_tree(psutil.Process(process.pid))  # first, since Popen waits for it at the end of its block
-                raise
-    except BaseException:
-        # A signal may have raised it after the process was started and before Popen returned.
-        for child in set(psutil.Process().children()) - others:
-            _end_tree(child)
-        raise
+    # A compiler's output need not be UTF-8.
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        except BaseException:
+            _end_tree(psutil.Process(process.pid))  # first, since Popen waits for it at the end of its block
+            raise
 
 
 def _end_tree(root: psutil.Process) -> None:
