@@ -60,33 +60,27 @@ class UnwritableError(Exception):
 
 def refusal(name: str, value: Any, error: Exception) -> Exception:
     """Return why nested values can't be written, with the place of the object, or the same error."""
-    where = _not_plain(value)
-    if where is None:
-        return error
-    *keys, kind = where
-    return UnwritableError(f"{name}{''.join(f'[{key!r}]' for key in keys)} is a {kind.__name__}: {reason(error)}")
+    misfit = _misfit(name, value)
+    return UnwritableError(f"{misfit}: {reason(error)}") if misfit else error
 
 
-def _not_plain(value: Any) -> list[Any] | None:
-    """Return the keys that lead to the first object that can't be in a file, and its class, or None."""
+def _misfit(place: str, value: Any) -> str:
+    """Return where the first object is that can't be in a file, and its class; "" if there is none."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, item in items:
-        where = _not_plain(item)
-        if where is not None:
-            return [key, *where]
-    if isinstance(value, Tensor):
-        return None
+        if misfit := _misfit(f"{place}[{key!r}]", item):
+            return misfit
     content = io.BytesIO()
     try:
         if isinstance(value, dict):
             value = copy.copy(value)
             value.clear()
-        if type(value) is not list:
+        if not isinstance(value, Tensor) and type(value) is not list:
             torch.save(value, content)
             torch.load(io.BytesIO(content.getvalue()), weights_only=True)
     except Exception:  # pickling may raise any exception
-        return [type(value)]
-    return None
+        return f"{place} is a {type(value).__name__}"
+    return ""
 
 
 def plain(value: Any) -> Any:
