@@ -116,7 +116,7 @@ class Checkpoint:
         Args:
             states: of all parts by key, as ``contents.collect`` returns them.
         """
-        return divided(self._communicator, states, self.contents.modules, self.contents.names)
+        return divided(self._communicator, states, self.contents.modules, self.contents.names())
 
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state, or at the end of the accumulation window if one is open. Collective.
@@ -273,11 +273,10 @@ class Checkpoint:
         """
         ranks, contents = self._communicator, self.contents
 
-        def open_next() -> OpenCheckpoint | None:
-            saved = search.next(opened)
-            return None if saved is None else contents.fitted(saved)
+        def fitted(located: Located) -> OpenCheckpoint:
+            return contents.fitted(opened(located))
 
-        while (view := open_on_all(ranks, open_next)) is not None:
+        while (view := open_on_all(ranks, lambda: search.next(fitted))) is not None:
             changed = self._origin.changed_settings(view.manifest)
             if changed and not force:
                 raise CheckpointError(

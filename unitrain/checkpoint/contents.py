@@ -112,6 +112,7 @@ class Contents:
         modules: the original modules, by name.
         optimizers: the parts of optimizers.
         schedulers: the parts of schedulers.
+        names: returns the names of the parameters of each optimizer.
 
     Raises:
         UsageError: an object has no state, or a name is not that of a file.
@@ -144,14 +145,10 @@ class Contents:
         originals = {**objects, **self.modules}
         self._of_features = [part for make in sockets.parts if (part := make(originals)) is not None]
         classes = {name: part.class_name for name, part in {**self.optimizers, **self.schedulers}.items()}
-        names = partial(_names, self.modules, self.optimizers)  # not of self: a cycle would keep the models of a run
-        self._run = RunPart(ranks, step, sockets.states, names, classes, sockets.config.seed, restored)
+        # Not of self: a cycle would keep the models of a run.
+        self.names: Callable[[], dict[str, list[Name] | None]] = partial(_names, self.modules, self.optimizers)
+        self._run = RunPart(ranks, step, sockets.states, self.names, classes, sockets.config.seed, restored)
         self._is_main = ranks.is_main
-
-    @property
-    def names(self) -> dict[str, list[Name] | None]:
-        """The names of the parameters of each optimizer."""
-        return _names(self.modules, self.optimizers)
 
     @property
     def has_loader(self) -> bool:
@@ -246,7 +243,7 @@ class Contents:
         Raises CheckpointError if a parameter group has other parameters.
         """
         outlines = view.outlines
-        for name, now in self.names.items():
+        for name, now in self.names().items():
             saved = outlines[RUN]["names"].get(name)
             if saved is None or now is None or saved == keys_of(None, len(saved)):
                 continue  # there are only numbers to go by

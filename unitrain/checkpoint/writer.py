@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unitrain.checkpoint.sharded.saving import Portion, Shards, write_all, write_own
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.communication.structure import rebuilt, tensors
+from unitrain.communication.structure import tensors
 from unitrain.device import streams_of
 from unitrain.errors import CheckpointError
 
@@ -132,9 +132,6 @@ class Writer:
             writers: the number of ranks that write.
         """
 
-        def others(shards: Shards) -> Mapping[str, Any]:
-            return {} if draft is None else write_all(draft, shards, writers, self._patience_s)
-
         def write(copied: Portion) -> None:
             best_step = step if best else self._best
             self.folder.check()
@@ -143,8 +140,8 @@ class Writer:
                     if newer > self._branched_at:
                         self.folder.remove(newer)
                 self._branched_at = None
-            entries = {**about, "best": best_step}
-            self.folder.write(step, copied.parts, entries, draft, partial(others, copied.shards))
+            others = dict if draft is None else partial(write_all, draft, copied.shards, writers, self._patience_s)
+            self.folder.write(step, copied.parts, {**about, "best": best_step}, draft, others)
             self.newest = step
             self._best = best_step  # not earlier: the previous best one is kept if this one can't be written
             self.folder.point_to_best(best_step)
@@ -179,10 +176,6 @@ class Writer:
         """End the background thread after the write under way. Wait for that if ``wait`` is set. Release the folder."""
         if self._background is not None:
             self._background.close(wait=wait)
-        self._release()
-
-    def _release(self) -> None:
-        """Let other jobs use the folder, after the write under way."""
         if self._under_way is None:
             self.folder.release()
         else:
@@ -193,55 +186,50 @@ class Writer:
 
 
 def snapshot(state: Any, earlier: Any = None) -> Any:
-    """Return a copy of nested state in host memory.
+    """Return a copy of nested state in host memory. Tensors that share their elements are one.
 
     Tensors on a GPU are copied asynchronously into pinned memory, and synchronised once at the end. An earlier snapshot
     becomes invalid: its memory is reused where shape and dtype are the same, as most of the cost is that of new memory.
     """
-    devices: set[torch.device] = set()
-    copied = _copy(state, earlier, devices)
-    for device in devices:
-        streams_of(device).current_stream(device).synchronize()
-    return copied
+    used = {id(tensor): tensor for tensor in tensors(earlier) if tensor.layout == torch.strided and not tensor.is_meta}
+    free, devices = iter(used.values()), set[torch.device]()
 
-
-def _copy(value: Any, earlier: Any, devices: set[torch.device]) -> Any:
-    """Start to copy, and add the GPUs that are copied from to ``devices``."""
-    if isinstance(value, Tensor):
+    def copied(value: Tensor) -> Tensor:
         if value.is_meta:
             return value
+        if value.layout != torch.strided:
+            return value.detach().to("cpu", copy=True)
         on_gpu = streams_of(value.device) is not None
         if on_gpu:
             devices.add(value.device)
-        if not isinstance(earlier, Tensor) or (earlier.shape, earlier.dtype) != (value.shape, value.dtype):
-            earlier = torch.empty(value.shape, dtype=value.dtype, pin_memory=on_gpu)
-        return earlier.copy_(value.detach(), non_blocking=on_gpu)
-    if isinstance(value, dict):
-        by_key = earlier if isinstance(earlier, dict) else {}
-        copied = copy.copy(value)  # of the same class
-        for key, item in value.items():
-            copied[key] = _copy(item, dict.get(by_key, key), devices)
-        return copied
-    if isinstance(value, (list, tuple)):
-        is_like = isinstance(earlier, (list, tuple)) and len(earlier) == len(value)
-        in_order = earlier if is_like else [None] * len(value)
-        items = [_copy(item, old, devices) for item, old in zip(value, in_order, strict=True)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a NamedTuple takes them apart
-    return copy.deepcopy(value)
+        memory = next(free, None)
+        form = value.shape, value.stride(), value.dtype
+        if memory is None or (memory.shape, memory.stride(), memory.dtype) != form:
+            memory = torch.empty_like(value, device="cpu", pin_memory=on_gpu)
+        return memory.copy_(value.detach(), non_blocking=on_gpu)
+
+    result = _copied(state, copied)
+    for device in devices:
+        streams_of(device).current_stream(device).synchronize()
+    return result
 
 
 def on_host(state: Any) -> Any:
     """Return nested state with copies in host memory of the tensors that are not there. Those that are one stay one."""
-    copies: dict[tuple[Any, ...], Tensor] = {}
+    is_there = all(tensor.device.type in _STAYS for tensor in tensors(state))
+    return state if is_there else _copied(state, lambda x: x if x.device.type in _STAYS else x.detach().cpu())
 
-    def copied(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.device.type in _STAYS:
-            return value
-        if value.layout != torch.strided:
-            return value.detach().cpu()
-        memory = id(value.untyped_storage()), value.storage_offset(), value.shape, value.stride(), value.dtype
-        if memory not in copies:
-            copies[memory] = value.detach().cpu()
-        return copies[memory]
 
-    return rebuilt(state, copied) if any(tensor.device.type not in _STAYS for tensor in tensors(state)) else state
+def _copied(state: Any, copied: Callable[[Tensor], Tensor]) -> Any:
+    """Return a deep copy of nested state that has ``copied(tensor)`` in place of each tensor with other elements."""
+    originals = list(tensors(state, opened=True))  # kept, since another object could get the id of one
+    copies: dict[Any, Tensor] = {}
+    memo: dict[int, Any] = {}
+    for value in originals:
+        elements: Any = id(value)
+        if value.layout == torch.strided:
+            elements = id(value.untyped_storage()), value.storage_offset(), value.shape, value.stride(), value.dtype
+        if elements not in copies:
+            copies[elements] = copied(value)
+        memo[id(value)] = copies[elements]
+    return copy.deepcopy(state, memo)

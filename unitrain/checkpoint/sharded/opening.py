@@ -55,16 +55,12 @@ class Search:
         self._is_extra = False  # the one that was tried last is of ``first``
         self._finders = self._found()
 
-    def _found(self) -> Iterator[Callable[[], Located]]:
-        """Yield functions that return a checkpoint, or raise DamagedError: a generator ends with its first error."""
+    def _found(self) -> Iterator[Located | Callable[[], Located]]:
+        """Yield checkpoints, or functions that return one or raise DamagedError: a generator ends with an error."""
         folder, path = self._folder, self._path
-
-        def find_itself(located: Located) -> Located:
-            return located
-
         for located in self._first:
             self._is_extra = True
-            yield partial(find_itself, located)
+            yield located
         self._is_extra = False
         if self._only:
             return
@@ -92,7 +88,7 @@ class Search:
         """
         for find in self._finders:
             try:
-                return attempt(find())
+                return attempt(find() if callable(find) else find)
             except DamagedError as error:
                 self.reject(str(error))
         if self._damage:

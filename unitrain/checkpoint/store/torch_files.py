@@ -15,7 +15,6 @@ import pickle
 import re
 import stat
 import zipfile
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,35 +60,30 @@ class UnwritableError(Exception):
 
 def refusal(name: str, value: Any, error: Exception) -> Exception:
     """Return why nested values can't be written, with the place of the object, or the same error."""
-    where = _not_plain(value)
-    if where is None:
+    misfit = _misfit(name, value)
+    if not misfit:
         return error
-    *keys, kind = where
-    place = "".join(f"[{key!r}]" for key in keys)
-    remedy = " Give it a class as its factory, as in defaultdict(list)." if kind is defaultdict else ""
-    return UnwritableError(f"{name}{place} is a {kind.__name__}: {reason(error)}{remedy}")
+    remedy = " Give it a class as its factory, as in defaultdict(list)." if misfit.endswith(" a defaultdict") else ""
+    return UnwritableError(f"{misfit}: {reason(error)}{remedy}")
 
 
-def _not_plain(value: Any) -> list[Any] | None:
-    """Return the keys that lead to the first object that can't be in a file, and its class, or None."""
+def _misfit(place: str, value: Any) -> str:
+    """Return where the first object is that can't be in a file, and its class; "" if there is none."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, item in items:
-        where = _not_plain(item)
-        if where is not None:
-            return [key, *where]
-    if isinstance(value, Tensor):
-        return None
+        if misfit := _misfit(f"{place}[{key!r}]", item):
+            return misfit
     content = io.BytesIO()
     try:
         if isinstance(value, dict):
             value = copy.copy(value)
             value.clear()
-        if type(value) is not list:
+        if not isinstance(value, Tensor) and type(value) is not list:
             torch.save(value, content)
             torch.load(io.BytesIO(content.getvalue()), weights_only=True)
     except Exception:  # pickling may raise any exception
-        return [type(value)]
-    return None
+        return f"{place} is a {type(value).__name__}"
+    return ""
 
 
 def plain(value: Any) -> Any:
