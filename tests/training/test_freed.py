@@ -6,14 +6,18 @@ import gc
 import os
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from needs import HOROVOD
 from ranks import run_ranks
 from torch import nn
 
 import unitrain
+from unitrain import UsageError
+from unitrain.testing.models import step_by_hand
 
 
 def fold(strategy: unitrain.Strategy) -> list[weakref.ref[Any]]:
@@ -102,3 +106,38 @@ def keep_a_layer() -> list[Any]:
 
 def test_a_layer_that_the_script_keeps_stays_prepared() -> None:
     assert run_ranks(keep_a_layer) == [[3.0, True], [3.0, False]]
+
+
+def drop_after_a_backward(backend: str, **settings: Any) -> list[Any]:
+    """Drop an optimizer between backward and update, on rank 0 later than on the others, and train with another one."""
+    with unitrain.init(backend=backend, device="cpu", precision="fp64", timeout_s=30, **settings) as strategy:
+        torch.manual_seed(0)
+        plain = (net := nn.Linear(3, 2).double()).weight.detach().clone().requires_grad_()
+        data = torch.arange(12.0, dtype=torch.float64).view(4, 3) / 12
+        rows = data[strategy.rank :: strategy.world_size]
+        model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        strategy.backward(model(rows).sum(), optimizer)
+        kept = optimizer if strategy.is_main else None
+        del optimizer
+        other = strategy.prepare(torch.optim.SGD([net.weight], lr=0.3))
+        reference = torch.optim.SGD([plain], lr=0.3)
+        for _ in range(2):
+            strategy.step(model(rows).square().mean(), other)
+            step_by_hand((data @ plain.t() + net.bias.detach()).square().mean(), reference)
+        said = ""
+        if kept is not None and strategy.world_size > 1:
+            with pytest.raises(UsageError) as raised:
+                strategy.update(kept)
+            said = str(raised.value)
+        return [float((strategy.full_tensor(net.weight.detach()) - plain.detach()).abs().max()) < 1e-12, said]
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings"), [("ddp", {"deterministic": True}), pytest.param("horovod", {}, marks=HOROVOD)]
+)
+def test_an_optimizer_that_is_dropped_between_backward_and_update(backend: str, settings: dict[str, Any]) -> None:
+    launcher: Any = "horovodrun" if backend == "horovod" else "spawn"
+    (right, said), second = run_ranks(partial(drop_after_a_backward, backend, **settings), launcher=launcher)
+    assert right
+    assert second == [True, ""]
+    assert said.endswith("or another rank has dropped this optimizer.")

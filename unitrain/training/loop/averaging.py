@@ -170,14 +170,18 @@ class GradientAveraging(Averaging):
     def finishers(self, parameters: Sequence[Parameter]) -> list[Finish]:
         """Return the functions that complete the averaging of these parameters' gradients, watched from now on.
 
-        Each is of these parameters only: those that were watched together with others are now watched apart.
+        Each is of these parameters only: those that were watched together with others are now watched apart, if an
+        optimizer trains the others.
         """
         wanted = set(parameters)
+        others = {p for progress in self._progress.values() for p in progress.trained} - wanted
         for finish in dict.fromkeys(self._finishers[p] for p in parameters if p in self._finishers):
             group = [p for p, of_group in self._finishers.items() if of_group is finish]
             if not wanted.issuperset(group):
                 self._watch([p for p in group if p in wanted])
-                self._watch([p for p in group if p not in wanted])
+                self._watch([p for p in group if p in others])
+                for p in set(group) - wanted - others:
+                    del self._finishers[p]
         self._watch([p for p in parameters if p not in self._finishers])
         return list(dict.fromkeys(self._finishers[p] for p in parameters))
 
@@ -327,9 +331,9 @@ class GradientAveraging(Averaging):
     def complete(self, window: Window) -> None:
         """Wait until the gradients are averaged if they are being so, since they are to be moved. Collective."""
         progress = self._progress[window.reference]
-        reduced = progress.reduced
-        self.finish(window)
-        progress.reduced = reduced
+        with self._pulse.within(WAITING):
+            for finish in progress.finishers if progress.reduced else ():
+                self._finish_once(finish, progress)
 
     def close(self) -> None:
         """Remove the hooks of the core's buckets."""

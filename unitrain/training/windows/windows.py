@@ -82,18 +82,30 @@ class Windows:
         optimizers = present(self._communicator, [window.reference for window in self])
         gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
         for window in gone:
+            if window.is_open:  # it was dropped after a backward: another one may train its parameters next
+                self._complete(window)
+                window.clear()
             window.evidence.close()
             for rival in window.shared.rivals:
                 del rival.shared.rivals[window]
                 rival.shared.partners.discard(window)
+        for key in [key for key, window in self._of.items() if window in gone]:
+            del self._of[key]  # this rank has it still
         self._windows = [window for window in self if window not in gone]
         self.count = len(self._windows)
-        return [optimizer for optimizer in optimizers if optimizer is not None]
+        existing = [optimizer for optimizer in optimizers if optimizer is not None]
+        if gone:
+            self._forget_others(existing)
+        return existing
 
     def forget_dropped(self) -> None:
         """Forget the modules and optimizers that the script has dropped, and their parameters. Collective."""
         gc.collect()  # which torch's wrappers, and optimizers with a scheduler, need to be freed
-        modules, optimizers = self._prepared.on_all_ranks(self._communicator), self.on_all_ranks()
+        self._forget_others(self.on_all_ranks())
+
+    def _forget_others(self, optimizers: Sequence[Optimizer]) -> None:
+        """Forget all other optimizers, modules that the script has dropped, and parameters of neither. Collective."""
+        modules = self._prepared.on_all_ranks(self._communicator)
         kept = {p for module in modules for p in module.parameters()}
         kept.update(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
         self._prepared.keep(kept)
@@ -114,7 +126,9 @@ class Windows:
         """
         window = self._of.get(id(optimizer))
         if window is None or window.last is None:
-            raise UsageError("update() was called without a backward() before it.")
+            raise UsageError(
+                "update() was called without a backward() before it, or another rank has dropped this optimizer."
+            )
         if window.last and window.witness is not None:
             self._check_gradients(window)
         if window.advance() and window.shared.rivals:
@@ -138,7 +152,7 @@ class Windows:
             key = id(optimizer)
             drop = self._backend.sharding.drop_gradients
             window = self._of[key] = Window(ref(optimizer), name, evidence, self._total(name), drop)
-            finalize(optimizer, self._of.pop, key)  # another one may get this id
+            finalize(optimizer, self._of.pop, key, None)  # another one may get this id
             self._windows.append(window)
             self._registered += 1
             self._groups = 0
