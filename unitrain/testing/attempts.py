@@ -27,6 +27,8 @@ from unitrain.testing.worlds import World
 LIMIT_S = 60.0
 """Time limit of one duty, in seconds. Most take a tenth of a second."""
 _SHOWN_CHARACTERS = 60_000  # a crash prints the stacks of all threads
+# The last line that Python prints when a process crashes. It is long, and no help.
+_EXTENSION_MODULES = re.compile(r"^Extension modules: .*\(total: \d+\)$", re.MULTILINE)
 
 Outcomes = dict[tuple[World, str], str]
 """Why each duty of each world that was run failed, in order; an empty string if it passed."""
@@ -56,7 +58,7 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
             raise
         except BaseException as error:  # including pytest's failures and SystemExit
             ended = "".join(traceback.format_exception_only(error)).strip()
-        output = printed.getvalue().strip()[-_SHOWN_CHARACTERS:]
+        output = _EXTENSION_MODULES.sub("", printed.getvalue()).strip()[-_SHOWN_CHARACTERS:]
         for duty in duties:
             reports = [_Report.read(folder / duty.name / f"report {rank}") for rank in range(world.processes)]
             problem = _problem(world, duty, reports, ended, output)
