@@ -28,8 +28,8 @@ from unitrain.data.options import LoaderOptions
 from unitrain.data.order.shares import reduced
 from unitrain.device import pick_device
 from unitrain.errors import ConfigError, UsageError
+from unitrain.job import excepthook
 from unitrain.job.job import current, join
-from unitrain.job.watch.messages import Exits
 from unitrain.job.watch.stopping import Stopped
 from unitrain.launch.copies import unmark_rank
 from unitrain.launch.detect import Launch
@@ -574,6 +574,7 @@ class Strategy:
         try:
             if not job.failed:  # a failing process keeps its watch, to report the error
                 with job.pulse.within(CLOSING):
+                    job.meet(excepthook.exit_code())
                     if self._checkpoint is not None:
                         self._checkpoint.close()
                     self.barrier()
@@ -606,8 +607,8 @@ class Strategy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._job.failed = self._job.failed or kind is not None
-        if isinstance(error, SystemExit) and error.code and not isinstance(error, Stopped) and self._job.watch:
-            self._job.watch.send(Exits(f"called sys.exit({error.code!r})"))
+        if isinstance(error, SystemExit) and not isinstance(error, Stopped):
+            self._job.report_exit(error.code)
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from unitrain.call_site import is_user_code
 from unitrain.errors import BackendError, CommunicationError, ConfigError, LaunchError, UnitrainError
@@ -36,6 +37,7 @@ class _FailureHook:
     """
 
     _running: ClassVar[bool] = False
+    exit_code: ClassVar[Any] = None
 
     def __init__(self) -> None:
         self._previous = sys.excepthook
@@ -179,6 +181,19 @@ def report(error: BaseException) -> None:
 
 
 def install_hook() -> None:
-    """Install the excepthook of this module, once. A hook that the script installs later takes its place."""
+    """Install the excepthook of this module, once, and ``exit_script``. What the script installs later replaces it."""
     if not isinstance(sys.excepthook, _FailureHook):
         sys.excepthook = _FailureHook()
+    sys.exit = exit_script
+
+
+def exit_script(code: Any = None, /) -> NoReturn:
+    """Exit as ``sys.exit`` does, which this replaces, and note the code: Python does not tell it to exit handlers."""
+    if threading.current_thread() is threading.main_thread():
+        _FailureHook.exit_code = code
+    raise SystemExit(code)
+
+
+def exit_code() -> Any:
+    """Return the code that the script has passed to ``sys.exit`` in its main thread; None if it has not called it."""
+    return _FailureHook.exit_code

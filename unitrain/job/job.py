@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+from unitrain import call_site
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
@@ -14,10 +16,11 @@ from unitrain.job.joining.self_test import check_collectives
 from unitrain.job.joining.start_watch import watched_start
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.exit_watch import watch_exit
+from unitrain.job.watch.messages import Exits
 from unitrain.job.watch.stopping import Stopping
 from unitrain.job.watch.watch import Watch
 from unitrain.launch.detect import Launch
-from unitrain.pulse import Pulse
+from unitrain.pulse import CLOSING, Pulse
 
 # A library's error about another rank's death may arrive before the hub's verdict on that rank.
 CAUSE_S = 3.0
@@ -135,6 +138,27 @@ class Job:
         self.ended = True
         self.leave()
         _current = None
+
+    def report_exit(self, code: Any) -> None:
+        """Tell the hub the exit code of this process, unless it is 0, for its message on a rank that others wait for.
+
+        Args:
+            code: the argument of ``sys.exit``.
+        """
+        if code and self.watch is not None:
+            self.watch.send(Exits(f"called sys.exit({code!r})"))
+
+    def meet(self, code: Any) -> None:
+        """Wait until every rank has come to its end. Collective, but over the watch's connections.
+
+        A rank that still makes collective calls would take one of this rank's for its counterpart: gloo aborts.
+
+        Args:
+            code: as in ``report_exit``.
+        """
+        if self.watch is not None:
+            self.report_exit(code)
+            self.watch.compare_calls(CLOSING, call_site.current())
 
     def leave(self) -> None:
         """Leave the job. Blocks until every rank has reached its end, or for seconds if rank 0 has gone."""

@@ -245,10 +245,11 @@ class Hub:
         closing = [rank for rank, beat in lasting.items() if beat.phase == CLOSING]
         waiting = [rank for rank, beat in lasting.items() if beat.phase != CLOSING]
         if closing and waiting:
+            rank, other = closing[0], waiting[0]
             self._decide(
-                closing[0],
-                f" finished after step {lasting[closing[0]].step}, but rank {waiting[0]} still waits for it, "
-                f"{lasting[waiting[0]]}",
+                rank,
+                f" {self._ends.get(rank, 'finished')} after step {lasting[rank].step}, but rank {other} still waits "
+                f"for it, {lasting[other]}",
             )
         # A rank that computes or reads will wake up by itself, so all must be blocked.
         if len(waits) == len(self._present) and all(beat.blocked_s > _DEADLOCK_S for beat in waits.values()):

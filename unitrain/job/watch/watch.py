@@ -193,7 +193,7 @@ class Watch:
     def compare_calls(self, call: str, place: str) -> None:
         """Return once every rank has reached this call. The job ends if a rank makes another call.
 
-        In the main thread only, with the setting ``debug``.
+        In the main thread only: at the end, and with the setting ``debug`` in each call.
 
         Args:
             call: the name of the call, and its arguments as far as they must be the same on all ranks.
