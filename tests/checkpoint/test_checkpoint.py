@@ -17,11 +17,11 @@ from saved_run import described, folder_of, steps_in, verified
 from torch import Tensor, nn
 
 import unitrain
+from unitrain.checkpoint.sharded.opening import opened
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import DamagedError, checkpoint_at, read
+from unitrain.checkpoint.store.located import DamagedError, checkpoint_at
 from unitrain.checkpoint.store.store import NAME as MANIFEST
-from unitrain.checkpoint.store.torch_files import MappedFiles
 
 STEPS = 6
 ABOUT: dict[str, Any] = {"world_size": 1, "strategy": {}, "config": {}}
@@ -139,7 +139,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path, name: str) 
     torch.save(Evil(str(witness)), folder / name)
     described(folder)  # as an attacker would
     with pytest.raises(unitrain.CheckpointError, match=r"system is neither .* pickled code is never run"):
-        read(checkpoint_at(folder), [name], MappedFiles())
+        opened(checkpoint_at(folder))
     assert not witness.exists()
 
 

@@ -97,7 +97,7 @@ class Checkpoint:
         self._hooks.append(hook)
 
     def _look(self) -> None:
-        self._unclaimed = self._writer.look()
+        self._unclaimed = self._writer.newest = next(iter(self.folder.steps()), None)
         if self._unclaimed is not None:
             self._stopping.request(RAISE_ERROR)  # before the first step, unless resume or discard is called
 
@@ -323,7 +323,7 @@ class Checkpoint:
         candidate = next((copy for copy in candidates if copy.located is located), None)
         self._unclaimed = None
         best = best_beside(located, self.folder) if candidate is None else best_in(self.folder)
-        self._writer.adopt(best)
+        self._writer.best = best
         if is_newest:
             self.folder.point_to_best(best)  # a kill may have come before this
         if candidate is None:

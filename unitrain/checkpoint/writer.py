@@ -80,6 +80,7 @@ class Writer:
 
     Attributes:
         folder: as the argument.
+        best: the step of the best checkpoint that is complete, which is kept; on rank 0 only.
         newest: the step of the newest checkpoint in the folder that this process knows of; on rank 0 only.
     """
 
@@ -98,25 +99,16 @@ class Writer:
         self._failed = failed
         self._background = Background("checkpoint") if background else None
         self._under_way: Future[None] | None = None  # written in the background, and not finished yet
-        self._best: int | None = None  # the best checkpoint that is complete; on rank 0 only
+        self.best: int | None = None
         self._branched_at: int | None = None  # the step from which the run has resumed, until it saves again
         self.newest: int | None = None
-
-    def look(self) -> int | None:
-        """Return the step of the newest checkpoint in the folder, which an earlier start has written."""
-        self.newest = next(iter(self.folder.steps()), None)
-        return self.newest
-
-    def adopt(self, best: int | None) -> None:
-        """Keep this checkpoint in the folder as the best one, until another is marked. On rank 0."""
-        self._best = best
 
     def discard(self) -> None:
         """Remove all checkpoints from the folder. On rank 0."""
         for step in self.folder.steps():
             self.folder.remove(step)
         self.folder.point_to_best(None)
-        self._best = self.newest = None
+        self.best = self.newest = None
 
     def write(
         self, step: int, portion: Portion, about: Mapping[str, Any], *, best: bool, draft: Draft | None, writers: int
@@ -133,7 +125,7 @@ class Writer:
         """
 
         def write(copied: Portion) -> None:
-            best_step = step if best else self._best
+            best_step = step if best else self.best
             self.folder.check()
             if self._branched_at is not None:
                 for newer in self.folder.steps():  # later ones of this run would not be the newest
@@ -143,7 +135,7 @@ class Writer:
             others = dict if draft is None else partial(write_all, draft, copied.shards, writers, self._patience_s)
             self.folder.write(step, copied.parts, {**about, "best": best_step}, draft, others)
             self.newest = step
-            self._best = best_step  # not earlier: the previous best one is kept if this one can't be written
+            self.best = best_step  # not earlier: the previous best one is kept if this one can't be written
             self.folder.point_to_best(best_step)
             self.folder.prune(self._keep, best_step)
 

@@ -61,15 +61,13 @@ def merge(path: Path, output: Path, name: str = "model") -> int:
     try:
         store.make()
         # Written under another name first: a reader never sees half a file.
-        with store.draft(output.name) as draft:
-            with open(draft, "wb") as file:
-                if write := features.declared("WRITERS").get(output.suffix):
-                    _write(write, file, name, saved)
-                else:
-                    forms = (Tensor, Form)
-                    whole = rebuilt(saved.parts[name], lambda x: saved.tensor(x) if isinstance(x, forms) else x)
-                    torch.save(whole, file)
-            store.put(output.name, draft)
+        with store.draft(output.name) as draft, open(draft, "wb") as file:
+            if write := features.declared("WRITERS").get(output.suffix):
+                _write(write, file, name, saved)
+            else:
+                forms = (Tensor, Form)
+                whole = rebuilt(saved.parts[name], lambda x: saved.tensor(x) if isinstance(x, forms) else x)
+                torch.save(whole, file)
     except OSError as error:
         raise CheckpointError(f"{output} could not be written: {error}") from error
     print(f"written: {output}")

@@ -19,8 +19,8 @@ from unitrain.checkpoint.store.located import (
     Manifest,
     NotACheckpointError,
     checkpoint_at,
-    read,
     store_at,
+    unreadable,
     verified,
 )
 from unitrain.checkpoint.store.store import NAME
@@ -165,7 +165,11 @@ class OpenCheckpoint(NamedTuple):
 
 
 def opened(located: Located) -> OpenCheckpoint:
-    """Open a checkpoint. Files of one rank are verified now; files of several ranks, when they are read."""
+    """Open a checkpoint. Files of one rank are verified now; files of several ranks, when they are read.
+
+    Tensors are read from the disk when they are used. Pickled code is refused, and never run. A file that is missing or
+    changed is a DamagedError.
+    """
     try:
         return _opened(located)
     except (DamagedError, CheckpointError):
@@ -176,7 +180,13 @@ def opened(located: Located) -> OpenCheckpoint:
 
 def _opened(located: Located) -> OpenCheckpoint:
     names, files = located.manifest.files, MappedFiles()
-    parts = read(located, [name for name in names if name.endswith(".pt")], files)
+    parts: dict[str, Any] = {}
+    for name in (name for name in names if name.endswith(".pt")):
+        with verified(located, name) as path:
+            try:
+                parts[name.removesuffix(".pt")] = files.load(path)
+            except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
+                raise unreadable(located.store.shown(located.file_name(name)), error) from error
     stored: Stored | None = None
     if METADATA in names or not names:
         name = located.file_name(METADATA)

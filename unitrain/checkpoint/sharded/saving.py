@@ -193,14 +193,13 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> dict[str, Any]:
         return {"files": {}, "layout": layout}
     name = f"__{rank}_0.distcp"  # as torch names it
 
-    def save(values: dict[str, Any], output: BinaryIO) -> None:
-        for key, value in values.items():
+    def save(output: BinaryIO) -> None:
+        for key, value in shards.values.items():
             pieces = list(write(output, name, value, shards.first_rows.get(key)))
             layout[key] = shards.entries[key]._replace(pieces=pieces)
 
     with draft.store.draft(f"{draft.name}/{name}") as file:
-        described = write_part(file, shards.values, save)
-        draft.store.put(f"{draft.name}/{name}", file)
+        described = write_part(file, save)
     layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
     return {"files": {name: described}, "layout": layout}
 

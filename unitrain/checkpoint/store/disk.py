@@ -52,18 +52,13 @@ class Disk(Store):
             file.seek(start)
             return file.read(-1 if end is None else end - start)
 
-    def put(self, name: str, content: bytes | Path, *, exclusive: bool = False) -> None:
-        path = self.root / name
-        if isinstance(content, Path):
-            self._sync(content)
-            os.replace(content, path)
-        elif exclusive:
-            with open(path, "xb") as file:  # to rename a draft would replace another process's file
+    def put(self, name: str, content: bytes, *, exclusive: bool = False) -> None:
+        if exclusive:
+            with open(self.root / name, "xb") as file:  # to rename a draft would replace another process's file
                 file.write(content)
         else:
             with self.draft(name) as draft:
                 draft.write_bytes(content)
-                self.put(name, draft)
 
     def remove(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)
@@ -86,6 +81,9 @@ class Disk(Store):
         draft = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
         try:
             yield draft
+            if draft.exists():
+                self._sync(draft)
+                os.replace(draft, path)
         finally:
             draft.unlink(missing_ok=True)
 
@@ -102,7 +100,6 @@ class Disk(Store):
         elif not link.is_symlink() or os.readlink(link) != folder:
             with self.draft(name) as draft:
                 draft.symlink_to(folder)
-                os.replace(draft, link)
 
     def probe(self, needed: int) -> None:
         with self.explained(f"checkpoints can't be written to {self}"):

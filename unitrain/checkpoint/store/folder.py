@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 from unitrain.checkpoint.store.disk import Disk
@@ -34,12 +33,13 @@ class Draft(NamedTuple):
 
     def write(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Write each part to a file, checked and synced. Return the files' entries in the manifest."""
+
+        def write(part: str) -> tuple[str, Any]:
+            return f"{part}.pt", self.store.write(f"{self.name}/{part}.pt", parts[part], save_without_crc)
+
         # Of files that are uploaded, one at a time is on this disk.
         with ThreadPoolExecutor(_THREADS if isinstance(self.store, Disk) else 1, "checkpoint files") as threads:
-            files = [f"{part}.pt" for part in parts]
-            names = [f"{self.name}/{file}" for file in files]
-            write = partial(self.store.write, save=save_without_crc)
-            return dict(zip(files, threads.map(write, names, parts.values()), strict=True))
+            return dict(threads.map(write, parts))
 
     def complete(self, step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> None:
         """Write the manifest, given plain data and the files' entries, so that this is a checkpoint."""

@@ -6,7 +6,7 @@ The manifest says what the checkpoint contains. It has the size and XXH3-128 of 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -16,7 +16,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.store import FOLDER, NAME, Store
-from unitrain.checkpoint.store.torch_files import BLOCK, MappedFiles, reason
+from unitrain.checkpoint.store.torch_files import BLOCK, reason
 from unitrain.errors import CheckpointError
 from unitrain.url import parsed
 
@@ -199,19 +199,3 @@ def unreadable(shown: str, error: Exception) -> Exception:
     """Return the error for a file that torch can't load: code in it is no damage, but an attack."""
     kind = CheckpointError if "GLOBAL" in str(error) else DamagedError
     return kind(f"{shown} could not be read: {reason(error)}")
-
-
-def read(located: Located, names: Iterable[str], mapped: MappedFiles) -> dict[str, Any]:
-    """Verify files of a checkpoint, and return their contents by name, without ending.
-
-    Tensors are read from the disk when they are used. Pickled code is refused, and never run. A file that is missing
-    or changed is a DamagedError.
-    """
-    contents = {}
-    for name in names:
-        with verified(located, name) as path:
-            try:
-                contents[name.removesuffix(".pt")] = mapped.load(path)
-            except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-                raise unreadable(located.store.shown(located.file_name(name)), error) from error
-    return contents

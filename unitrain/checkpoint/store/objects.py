@@ -76,15 +76,10 @@ class Objects(Store):
         with self.explained(f"{self.shown(name)} could not be read", FileNotFoundError):
             return bytes(self._files.cat_file(self._path(name), **part, **self._limit((end or start) - start)))
 
-    def put(self, name: str, content: bytes | Path, *, exclusive: bool = False) -> None:
-        path = self._path(name)
-        passes = FileExistsError if exclusive else CheckpointError
+    def put(self, name: str, content: bytes, *, exclusive: bool = False) -> None:
+        mode, passes = ("create", FileExistsError) if exclusive else ("overwrite", CheckpointError)
         with self.explained(f"{self.shown(name)} could not be written", passes):
-            if isinstance(content, Path):
-                self._files.put_file(str(content), path, **self._limit(content.stat().st_size))
-            else:
-                mode = "create" if exclusive else "overwrite"
-                self._files.pipe_file(path, content, mode=mode, **self._limit())
+            self._files.pipe_file(self._path(name), content, mode=mode, **self._limit())
 
     def remove(self, name: str) -> None:
         with self.explained(f"{self.shown(name)} can't be removed"), suppress(FileNotFoundError):
@@ -107,14 +102,16 @@ class Objects(Store):
 
     @contextmanager
     def draft(self, name: str) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="unitrain-") as folder:
-            yield Path(folder, name.rpartition("/")[2])
+        with _temporary(name) as file:
+            yield file
+            with self.explained(f"{self.shown(name)} could not be written"):
+                self._files.put_file(str(file), self._path(name), **self._limit(file.stat().st_size))
 
     @contextmanager
     def file(self, name: str) -> Iterator[Path]:
         """Download a file. A mapped file stays on the disk, but without a name."""
         size = self.size(name)
-        with self.draft(name) as file:
+        with _temporary(name) as file:
             with self.explained(f"{self.shown(name)} could not be read", FileNotFoundError):
                 self._files.get_file(self._path(name), str(file), **self._limit(size))
             yield file
@@ -161,3 +158,9 @@ class Objects(Store):
             return f"{text}."
         source = _CREDENTIALS.get(_SAME.get(self._scheme, self._scheme))
         return f"{text}. Check the credentials{f' ({source})' if source else ''} and what they permit."
+
+
+@contextmanager
+def _temporary(name: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="unitrain-") as folder:
+        yield Path(folder, name.rpartition("/")[2])

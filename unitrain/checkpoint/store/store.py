@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unitrain.checkpoint.store.torch_files import MappedFiles, reason, refusal, write_part
+from unitrain.checkpoint.store.torch_files import reason, refusal, write_part
 from unitrain.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -48,12 +48,12 @@ class Store(Protocol):
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Return the content of a file, or its bytes between two positions."""
 
-    def put(self, name: str, content: bytes | Path, *, exclusive: bool = False) -> None:
+    def put(self, name: str, content: bytes, *, exclusive: bool = False) -> None:
         """Write a file.
 
         Args:
             name: its name, in a folder that exists, if this is a disk.
-            content: the bytes, or a file from ``draft`` of the same name, which is moved.
+            content: the bytes.
             exclusive: raise FileExistsError if the file exists; of several processes, one succeeds.
         """
 
@@ -70,7 +70,10 @@ class Store(Protocol):
         """Return the size of a file in bytes."""
 
     def draft(self, name: str) -> AbstractContextManager[Path]:
-        """Context manager with the path of a new local file to write and to ``put``; removed at the end."""
+        """Context manager with the path of a new local file to write. It becomes the file at the end, but for an error.
+
+        If it was not written, nothing is changed.
+        """
 
     def file(self, name: str) -> AbstractContextManager[Path]:
         """Context manager with the path of a local file with a file's content. A mapping outlasts the context."""
@@ -101,9 +104,9 @@ class Store(Protocol):
         """Write tensors and plain data to a file of torch, checked. Return the file's entry in a manifest."""
         with self.draft(name) as draft:
             try:
-                described = write_part(draft, value, save)
-                MappedFiles().load(draft)  # what can't be loaded is found now. The tensors' data are not read
-                self.put(name, draft)
+                described = write_part(draft, lambda file: save(value, file))
+                # What can't be loaded is found now. The tensors' data are not read.
+                torch.load(draft, map_location="cpu", weights_only=True, mmap=True)
                 return described
             except (CheckpointError, OSError):
                 raise

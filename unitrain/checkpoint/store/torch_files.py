@@ -28,7 +28,6 @@ from xxhash import xxh3_128
 from unitrain.communication.structure import tensors
 
 _libc = ctypes.CDLL(None)
-_MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
 _PAGE = mmap.PAGESIZE
 BLOCK = 2**20  # bytes that are read or written and then hashed, while they are in the processor's cache
 _BUFFERED = 2**16  # of small writes, of which an archive has about 40
@@ -141,9 +140,9 @@ class MappedFiles:
             self._ranges.append((start, end - start))
 
     def release(self) -> None:
-        """Release the pages that have been read so far."""
+        """Release the pages that have been read so far. They are read from the file again if they are needed."""
         for start, size in self._ranges:
-            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
+            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def save_without_crc(value: Any, file: BinaryIO) -> None:
@@ -159,7 +158,7 @@ def save_without_crc(value: Any, file: BinaryIO) -> None:
             set_crc32_options(True)
 
 
-def write_part(path: Path, value: Any, save: Callable[[Any, BinaryIO], object]) -> dict[str, Any]:
+def write_part(path: Path, save: Callable[[BinaryIO], object]) -> dict[str, Any]:
     """Write a file of a checkpoint with ``save``. Return its entry in the manifest. Raises any exception of pickling.
 
     The file is not synced to the disk.
@@ -167,7 +166,7 @@ def write_part(path: Path, value: Any, save: Callable[[Any, BinaryIO], object]) 
     hashed = _Hashed(path)
     with io.BufferedWriter(hashed, _BUFFERED) as file:
         try:
-            save(value, file)
+            save(file)
         except RuntimeError as error:
             raise hashed.error or error from error
     return {"size": path.stat().st_size, "xxh3": hashed.digest.hexdigest()}

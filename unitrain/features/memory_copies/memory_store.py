@@ -310,24 +310,23 @@ class MemoryStore:
         place = f"{self.disk.shown(name)} on {self.host[ranks.rank]}"
         source = torch.zeros(1, dtype=torch.uint8).expand(size)
         target = torch.empty(size, dtype=torch.uint8, device="meta")  # where this host needs no file
-        with self.disk.draft(name) as path:
-            try:
-                if ranks.rank == src:
-                    source = torch.from_file(self.disk.shown(name), shared=False, size=size, dtype=torch.uint8)
-                elif ranks.rank in to:
-                    self.disk.make(os.path.dirname(name))
-                    with open(path, "wb") as file:
-                        # Without room, this is an error. To write to mapped memory without room would kill the process.
-                        os.posix_fallocate(file.fileno(), 0, size)
-                    target = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-            except (OSError, RuntimeError) as error:  # torch raises the latter
-                why = f"{place}: {error}"
-            broadcast_tensors(ranks, [target], [source], src=src)
-            try:
-                if not target.is_meta:
-                    self.disk.put(name, path)
-            except OSError as error:
-                why = f"{place}: {error}"
+        try:
+            with self.disk.draft(name) as path:
+                try:
+                    if ranks.rank == src:
+                        source = torch.from_file(self.disk.shown(name), shared=False, size=size, dtype=torch.uint8)
+                    elif ranks.rank in to:
+                        self.disk.make(os.path.dirname(name))
+                        with open(path, "wb") as file:
+                            # Without room, this is an error. To write to mapped memory would kill the process.
+                            os.posix_fallocate(file.fileno(), 0, size)
+                        target = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+                except (OSError, RuntimeError) as error:  # torch raises the latter
+                    why = f"{place}: {error}"
+                    path.unlink(missing_ok=True)
+                broadcast_tensors(ranks, [target], [source], src=src)
+        except OSError as error:
+            why = f"{place}: {error}"
         return why
 
 

@@ -83,11 +83,9 @@ class Neighbour:
             raise ValueError(name)
         self._store.make()
         disk.make(folder)
-        with disk.draft(name) as draft:
-            with open(draft, "wb") as written:
-                while written.tell() < size:
-                    written.write(connection.recv_bytes(_BLOCK))
-            disk.put(name, draft)
+        with disk.draft(name) as draft, open(draft, "wb") as written:
+            while written.tell() < size:
+                written.write(connection.recv_bytes(_BLOCK))
 
 
 def _connected(connection: Any) -> Connection:

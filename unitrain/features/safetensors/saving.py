@@ -121,10 +121,8 @@ def _write(
     if rank < len(files):
         file, names = files[rank]
         try:
-            with store.draft(file) as draft:
-                with open(draft, "wb") as output:
-                    write_tensors(output, {name: state[name] for name in names}, tensors)
-                store.put(file, draft)
+            with store.draft(file) as draft, open(draft, "wb") as output:
+                write_tensors(output, {name: state[name] for name in names}, tensors)
         except (OSError, CheckpointError) as error:
             why = store.reason(error)
     # A rank whose disk is full must not leave the others waiting.
