@@ -13,7 +13,7 @@ from unitrain.launch.detect import detect
 from unitrain.recipes import resnet
 
 launch = detect(os.environ)
-cases: dict[str, str] = json.loads(sys.argv[1])
+cases: dict[str, str] = json.loads(sys.argv[-1])  # torch.distributed.launch puts --local-rank before it
 if launch.launcher == "mpirun" and len(cases) > 1:
     import_module("mpi4py.MPI")  # or MPI ends with the first case, and can't be started again
 for case, flags in cases.items():

@@ -27,7 +27,10 @@ from unitrain.data.settings import LoaderSettings
 from unitrain.errors import CheckpointError, DataError, UsageError
 from unitrain.process import print_stderr
 
-_WHOLE = "Pass the whole dataset on every rank: the loader shards it."
+_WHOLE = (
+    "Pass the whole dataset on every rank: the loader shards it. In the same order: sort os.listdir() and what comes "
+    "from a set, and seed shuffles, splits and data that are generated (from prepare() on, each rank draws others)."
+)
 
 
 class Loader:
@@ -304,9 +307,7 @@ class Loader:
             DataError: they were not; on every rank.
         """
         state = self._state()
-        facts = {
-            f"the {name.replace('_', ' ')}": state[name] for name in ("length", "fingerprint", "global_batch_size")
-        }
+        facts = {f"the {key.replace('_', ' ')}": state[key] for key in ("length", "fingerprint", "global_batch_size")}
         if self._given.division is not None:
             facts.update(self._given.division.facts)
         difference = difference_between_ranks(self._communicator, facts)
@@ -336,8 +337,7 @@ class Loader:
             rank, number = differing[0]
             raise DataError(
                 f"the ranks passed different data to a loader: sample {digests[number][0]} on rank {rank} is another "
-                f"than on rank 0. {_WHOLE} In the same order: sort os.listdir() and what comes from a set, and seed "
-                "shuffles and splits alike. If only rounding or a path differs, give the dataset a string attribute "
+                f"than on rank 0. {_WHOLE} If only rounding or a path differs, give the dataset a string attribute "
                 "fingerprint, which is then compared instead."
             )
 
