@@ -177,16 +177,3 @@ def idle_layer() -> bool:
 
 def test_powersgd_of_nothing_is_nothing() -> None:
     assert run_ranks(idle_layer) == [True, True]
-
-
-def draws() -> tuple[float, float]:
-    with unitrain.init(backend="ddp", seed=3) as strategy:
-        shared = torch.rand(()).item()
-        strategy.prepare(nn.Linear(1, 1))
-        return shared, torch.rand(()).item()
-
-
-def test_ranks_draw_alike_until_prepare_and_apart_after() -> None:
-    (shared, own), (also_shared, other) = run_ranks(draws)
-    assert shared == also_shared
-    assert own != other

@@ -15,8 +15,6 @@ import pytest
 from unitrain import ConfigError, LaunchError
 from unitrain.launch.detect import detect
 from unitrain.testing.attempts import Outcomes, try_duties
-from unitrain.testing.contract import parameters
-from unitrain.testing.duties import DUTIES, STARTS
 from unitrain.testing.duty import Duty, everywhere
 from unitrain.testing.worlds import World, find_worlds
 
@@ -121,14 +119,6 @@ def test_what_ranks_return_is_judged_outside_of_them_and_ends_nothing() -> None:
     assert "demand of fine['there']\nnobody-x2 says ['there0', 'there1']" in outcomes["fine['there']"]
 
 
-def return_what_cannot_be_pickled(world: World) -> Any:
-    return lambda: None
-
-
-def test_what_can_not_be_brought_back_is_a_failure() -> None:
-    assert "pickle" in outcomes_of(duty(return_what_cannot_be_pickled))["return_what_cannot_be_pickled"]
-
-
 def raise_error(world: World, text: str) -> None:
     if text:
         raise ZeroDivisionError(text)
@@ -212,22 +202,6 @@ def test_what_is_tested_of_a_group_is_started_once_and_again_after_a_failure(pyt
 
 
 # ------------------------------------------------------------------------------------------------ duties and worlds
-
-
-def test_every_duty_says_what_it_demands_and_is_started_with_others() -> None:
-    assert all(one.demand.endswith(".") and len(one.demand) > 20 for one in DUTIES.values())
-    assert {one.module for one in DUTIES.values()} == {module for modules in STARTS for module in modules}
-
-
-def test_what_is_owed_follows_from_what_a_backend_says_of_itself() -> None:
-    def owed(world: World) -> set[str]:
-        return {parameter.values[1].name for parameter in parameters([world])}
-
-    by_name = owed(World("horovod", 2)) - owed(World("ddp", 2))
-    assert by_name == {"calls_in_another_order"}
-    by_order = owed(World("ddp", 2)) - owed(World("horovod", 2))
-    assert by_order == {"trains_as_one_device[bf16_gradients]"}
-    assert owed(World("ddp", 1)) == owed(World("single", 1)) < owed(World("ddp", 3)) < owed(World("ddp", 2))
 
 
 def test_worlds_are_those_that_a_backend_would_see() -> None:

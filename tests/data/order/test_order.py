@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from unitrain.data.order import order
 from unitrain.data.order.order import Shuffled
 from unitrain.errors import DataError
 
@@ -57,13 +56,6 @@ def test_any_positions_can_be_read_in_any_order(samples: int, seed: int, data: s
 def test_too_many_samples_are_refused() -> None:
     with pytest.raises(DataError, match=r"2\*\*62"):
         Shuffled(2**62 + 1, 0, 0)
-
-
-@pytest.mark.parametrize("samples", [100, 100_000])
-@pytest.mark.parametrize("position", [-1, 0])
-def test_other_positions_are_refused(samples: int, position: int) -> None:
-    with pytest.raises(IndexError):
-        Shuffled(samples, 0, 0).take(np.array([0, position or samples]))
 
 
 # ------------------------------------------------------------------------------------------------------ uniformity
@@ -125,9 +117,3 @@ def test_all_orders_of_a_few_samples_are_equally_frequent() -> None:
         counts[tuple(shuffled(5, 0, epoch).tolist())] += 1
     chi_square = sum((count - 100) ** 2 / 100 for count in counts.values())
     assert normal(chi_square, 119, math.sqrt(2 * 119)) < 3.5
-
-
-def test_nothing_is_built_for_a_large_dataset() -> None:
-    shuffle = Shuffled(10**12, 0, 0)
-    assert 0 <= shuffle.take(np.array([10**12 - 1]))[0] < 10**12
-    assert sum(getattr(value, "nbytes", 0) for value in vars(shuffle).values()) <= 8 * order._ROUNDS

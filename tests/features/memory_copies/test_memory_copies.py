@@ -222,22 +222,6 @@ def test_a_copy_of_a_run_that_was_discarded(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("name", "said"), [("__1_0.distcp", "SHA-256"), ("loader.pt", ""), ("rank-1.json", "")])
-def test_one_that_is_damaged_or_incomplete_is_left_for_the_one_before(
-    name: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    fail(tmp_path, (1, "update", 4), {**ZERO, **copies_of(tmp_path, 1)})
-    before, newest = copies(tmp_path)[-2:]
-    [damaged] = tmp_path.glob(f"memory/*/{newest}/{name}")
-    if name == "__1_0.distcp":
-        damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    else:
-        damaged.unlink()
-    assert run_ranks(train, tmp_path, None, ZERO)[0][0] == int(before.split("-")[1].split(".")[0])
-    assert said in "".join(capfd.readouterr())
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_another_number_of_ranks(kind: str, ranks: int, tmp_path: Path) -> None:
