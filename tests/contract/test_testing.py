@@ -143,9 +143,6 @@ def test_the_ranks_of_a_duty_share_an_empty_folder() -> None:
     assert outcomes == {"write_to_the_folder": "", "fine": ""}
 
 
-# ------------------------------------------------------------------------------------------------------ as tests
-
-
 TESTS = """
 import os
 from dataclasses import replace
@@ -199,9 +196,6 @@ def test_what_is_tested_of_a_group_is_started_once_and_again_after_a_failure(pyt
         by_process.setdefault(pid, set()).add(name)
     first, second = {"reductions", "same_bits_on_all_ranks"}, {"starts_as_often_as_asked", "several_calls_at_once"}
     assert sorted(map(sorted, by_process.values())) == sorted(map(sorted, [first, first, second, second]))
-
-
-# ------------------------------------------------------------------------------------------------ duties and worlds
 
 
 def test_worlds_are_those_that_a_backend_would_see() -> None:

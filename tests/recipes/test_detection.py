@@ -38,9 +38,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# ----------------------------------------------------------------------------------------------------- precision
-
-
 def test_map_does_not_depend_on_the_order_of_images_where_scores_are_equal() -> None:
     images = detection_data.load("shapes:60").train.images
     random = torch.Generator().manual_seed(0)
@@ -83,9 +80,6 @@ def test_without_pycocotools_it_says_what_to_install(here: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"needs pycocotools: run pip install 'unitrain\[detection\]'\.$"):
         run_recipe("detection", "--data=shapes:2")
     assert not Path("out").exists()
-
-
-# --------------------------------------------------------------------------------------------------------- models
 
 
 @pytest.mark.parametrize(
@@ -201,9 +195,6 @@ def test_weights_of_torchvision_s_classifier(here: Path) -> None:
         assert not any(name.startswith("backbone.features") for name in random)
         state = model.state_dict()
         assert all(torch.equal(state[f"backbone.{key}"], weights[key]) for key in weights if key[0] == "f")
-
-
-# -------------------------------------------------------------------------------------------------- what it does
 
 
 @pytest.mark.parametrize("kind", ["coco", pytest.param("voc2012", marks=pytest.mark.all("another format"))])

@@ -70,9 +70,6 @@ def make_voc(folder: Path) -> Path:
     return root
 
 
-# -------------------------------------------------------------------------------------------------------- the layouts
-
-
 def test_coco(tmp_path: Path) -> None:
     make_coco(tmp_path)
     data = detection_data.load(f"coco:{tmp_path}")
@@ -134,9 +131,6 @@ def test_training_gets_no_crowds_and_boxes_that_follow_the_image(tmp_path: Path)
         assert targets[1]["boxes"].shape == (0, 4)
         assert len(targets[0]["boxes"]) <= 2
     assert len(sizes) > 5
-
-
-# -------------------------------------------------------------------------------------------------------- wrong data
 
 
 def coco_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

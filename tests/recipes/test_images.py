@@ -70,9 +70,6 @@ def test_fake_images_are_as_many_as_asked_and_always_the_same() -> None:
     assert not torch.equal(data.validation[0][0], data.train[0][0])
 
 
-# ----------------------------------------------------------------------------------------------------- imagefolder
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for part, count in (("train", 3), ("val", 1)):
@@ -136,9 +133,6 @@ def test_a_file_that_is_no_image_is_named(folder: Path) -> None:
     bad.write_bytes(b"no image")
     with pytest.raises(DataError, match=f"{bad} can't be read as an image"):
         images.load(f"imagefolder:{folder}", FOLDER, 32).train[0]
-
-
-# -------------------------------------------------------------------------------------------- what is downloaded
 
 
 def _md5(path: Path) -> str:

@@ -28,9 +28,6 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_documents(Path("texts"))
 
 
-# ---------------------------------------------------------------------------------------------------------- a run
-
-
 def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (*SMALL, "--epochs=12", "--lr=0.02", "--strategy.precision=bf16")
     run_recipe("language_model", *flags, "--max-steps=30")
@@ -67,9 +64,6 @@ def test_what_can_not_be_is_refused(flags: tuple[str, ...], said: str) -> None:
     assert not Path("out").exists()
 
 
-# --------------------------------------------------------------------------------------------------------- text
-
-
 def test_each_byte_is_predicted_once() -> None:
     pieces = [b"abcdefgh", b"i", b"jklm"]
     window, length = text.windows(pieces, 4).tensors
@@ -102,9 +96,6 @@ def test_baselines_are_those_of_counting() -> None:
         "unigram": pytest.approx(math.exp(-math.log(singles["a"] / total * singles["b"] / total) / 2)),
         "bigram": pytest.approx(math.exp(-math.log(chance[0] * chance[1]) / 2)),
     }
-
-
-# -------------------------------------------------------------------------------------------------------- model
 
 
 def test_a_prediction_depends_on_what_came_before_only() -> None:

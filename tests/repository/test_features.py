@@ -36,9 +36,6 @@ EXCEPTIONS = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------- the core names no feature
-
-
 def settings_of(feature: str) -> dict[str, object]:
     """Return the settings that a feature adds to a run's, with their defaults."""
     declared: type[Section] | None = getattr(FEATURES[feature], "Settings", None)

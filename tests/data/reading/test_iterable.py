@@ -166,9 +166,6 @@ def test_what_shards_itself_continues_on_the_same_ranks_and_workers_only() -> No
     assert other.epoch == 1
 
 
-# ------------------------------------------------------------------------------------------------- what is not right
-
-
 class OfRank(Numbers):
     """Shards itself without saying so."""
 
@@ -213,9 +210,6 @@ def test_what_can_not_be_read_is_refused() -> None:
         strategy.dataloader(Numbers(3), global_batch_size=6, sharded=True)
     with pytest.raises(ConfigError, match="sharded is for iterable datasets"):
         strategy.dataloader([1], batch_size=1, sharded=True)
-
-
-# --------------------------------------------------------------------------------------------------------- libraries
 
 
 def hugging_face_rows(sizes: tuple[int, ...], shards: list[int]) -> Iterator[dict[str, int]]:

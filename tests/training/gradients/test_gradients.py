@@ -46,9 +46,6 @@ def ones(*shape: int, dtype: torch.dtype = torch.float64) -> Parameter:
     return Parameter(torch.ones(shape, dtype=dtype))
 
 
-# ------------------------------------------------------------------------------------------------------ on two ranks
-
-
 def summed() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -89,9 +86,6 @@ def test_gradients_are_summed_over_the_ranks() -> None:
     run_ranks(summed)
 
 
-# -------------------------------------------------------------------------------------------------- when it is sent
-
-
 def test_buckets_are_of_one_type_and_of_about_the_size_asked_for() -> None:
     parameters = [ones(256), ones(256, dtype=torch.float32), ones(256), ones(256), ones(256)]
     reducer, sums = reducer_of(*parameters, bucket_mb=4096 / 2**20)
@@ -111,9 +105,6 @@ def test_full_buckets_are_sent_while_backward_runs_where_that_is_wanted(overlap:
     assert sums.sent == sent
     reducer.finish()
     assert sums.sent == ["g.0", "g.1"]
-
-
-# ------------------------------------------------------------------------------------------------- what it refuses
 
 
 def test_a_gradient_after_its_bucket_was_sent_is_refused() -> None:

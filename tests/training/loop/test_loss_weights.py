@@ -124,9 +124,6 @@ def test_a_window_has_the_same_losses_throughout(ready: Ready, later: int, said:
         strategy.step([model(X).sum()] * later, optimizer, weight=[1] * later)
 
 
-# ------------------------------------------------------------------------------------------------ several processes
-
-
 def marked_and_rest(out: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the mean losses of two kinds of elements, and how many there are of each: perhaps none."""
     squares, marked = (out - targets).pow(2), targets > 0.3

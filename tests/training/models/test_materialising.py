@@ -177,9 +177,6 @@ def test_models_of_hugging_face_initialise_themselves() -> None:
         assert torch.isfinite(model(input_ids=torch.arange(6)[None]).logits).all()
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
-
-
 class Direct(nn.Module):
     def __init__(self) -> None:
         super().__init__()
