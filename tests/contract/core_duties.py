@@ -18,7 +18,6 @@ from core_steps import clip_by_hand
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adafactor, Muon, Optimizer
-from torch.utils.data import DataLoader
 
 from unitrain import NonFiniteError, Stopped, Strategy, StrategyConfig, UsageError
 from unitrain.testing.duties import DUTIES
@@ -35,14 +34,6 @@ from unitrain.testing.models import (
     whole,
 )
 from unitrain.testing.worlds import World
-
-
-def train_plainly(model: nn.Module, optimizer: Optimizer, *, global_batch_size: int, epochs: int = 1) -> None:
-    """Train a model in a plain loop over all samples."""
-    for _ in range(epochs):
-        for inputs, targets in DataLoader(samples(), batch_size=global_batch_size):
-            step_by_hand(mse_loss(model(inputs), targets), optimizer)
-
 
 # ----------------------------------------------------------------------------------------------------------- evaluation
 
@@ -243,19 +234,6 @@ def losses_with_separate_weights(world: World, accumulate: int) -> None:
                 sums = [total + by_hand[mask].sum() for total, mask in zip(sums, masks, strict=True)]
             totals = chosen.sum((0, 2)).clamp(min=1)
             step_by_hand(sums[0] / totals[0] + sums[1] / totals[1], twins.by_hand)
-        twins.assert_same()
-
-
-@duty()
-def optimizers_of_one_model(world: World) -> None:
-    """Two optimizers of one model are both stepped for every loss, in any order."""
-    with world.open() as strategy:
-        twins = Twins(strategy)
-        optimizers = [strategy.prepare(sgd(layer)) for layer in (twins.model.first, twins.model.last)]
-        by_hand = [sgd(layer) for layer in (twins.expected.first, twins.expected.last)]
-        for turn in (1, -1, 1):
-            strategy.step(twins.loss(), optimizers[::turn])
-            step_by_hand(twins.loss_by_hand(), *by_hand[::turn])
         twins.assert_same()
 
 

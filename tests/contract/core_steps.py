@@ -218,23 +218,6 @@ def losses_of_one_optimizer(world: World) -> None:
 
 
 @duty()
-def optimizers_of_one_loss(world: World) -> None:
-    """One loss of two models steps the optimizers of both, with the ranks weighted by ``weight``."""
-    with world.open(clip_norm=1.0) as strategy:
-        one, other = pair = _pair(strategy)
-        tokens = torch.arange(1.0, strategy.world_size + 1)
-        for twins in pair:
-            clip_by_hand(twins.by_hand, 1.0)
-        for _ in range(3):
-            loss = (one.prepared(one.rows) * other.prepared(one.rows)).mean()
-            strategy.step(loss, [twins.optimizer for twins in pair], weight=float(tokens[strategy.rank]))
-            by_rank = (one.expected(one.inputs) * other.expected(one.inputs)).reshape(strategy.world_size, -1).mean(1)
-            step_by_hand((by_rank * tokens).sum() / tokens.sum(), one.by_hand, other.by_hand)
-        for twins in pair:
-            twins.assert_same()
-
-
-@duty()
 def windows_without_a_loader(world: World) -> None:
     """Each optimizer has its own accumulation window; a window that ends early gives the mean of its samples."""
     with world.open(accumulate=2) as strategy:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from needs import HOROVOD
 from plain_loop import merged
-from ranks import run_ranks
+from plain_loop import weights as flat
+from ranks import on_ranks, run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -61,10 +62,6 @@ def net() -> nn.Sequential:
 
 def adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=0.01)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 @contextmanager
@@ -224,32 +221,27 @@ def test_other_ranks_and_fragments_are_refused_unless_forced(
         assert torch.equal(found, shared)
 
 
-def not_finite(settings: dict[str, Any]) -> tuple[str, Tensor]:
+@pytest.mark.parametrize(("settings", "steps"), [({}, STEPS), ({"local_sgd": {"steps": 4, "fragments": 2}}, 4)])
+@on_ranks()
+def test_all_ranks_end_with_shared_weights_after_a_round_in_which_one_has_no_finite_loss(
+    settings: dict[str, Any], steps: int
+) -> None:
     with opened({**settings, "on_nonfinite": "raise"}) as (strategy, model, prepared, optimizer):
         before = flat(model)
         with pytest.raises(UsageError, match=r"strategy\.step"):
             optimizer.step()
 
-        def steps() -> None:
+        def train_on() -> None:
             for step in range(2 * STEPS):
                 loss = prepared(rows_of(strategy)).sum()
                 strategy.step(loss * torch.nan if (step, strategy.rank) == (1, 1) else loss, optimizer)
                 assert not torch.equal(flat(model), before)
 
-        with pytest.raises(NonFiniteError) as raised:
-            steps()
+        said = f"^not finite within the {steps} steps up to step {steps}: the loss of rank 1; first affected"
+        with pytest.raises(NonFiniteError, match=said):
+            train_on()
         strategy.check_in_sync(prepared)
-        return str(raised.value), flat(model) - before
-
-
-@pytest.mark.parametrize(("settings", "steps"), [({}, STEPS), ({"local_sgd": {"steps": 4, "fragments": 2}}, 4)])
-def test_all_ranks_end_with_shared_weights_after_a_round_in_which_one_has_no_finite_loss(
-    settings: dict[str, Any], steps: int
-) -> None:
-    for message, moved in run_ranks(not_finite, settings):
-        where = f"not finite within the {steps} steps up to step {steps}: the loss of rank 1; first affected"
-        assert message.startswith(where)
-        assert not moved.any()
+        assert torch.equal(flat(model), before)
 
 
 def stopped(folder: str, settings: dict[str, Any]) -> int:
@@ -366,9 +358,10 @@ class Counting(nn.Module):
         return inputs
 
 
-def outputs(folder: str) -> None:
-    """Compare what ranks evaluate, export and save within a round with fragments."""
-    settings, counting = {"local_sgd": {"steps": 4, "fragments": 2}}, nn.Sequential(net(), Counting())
+@on_ranks()
+def test_evaluation_and_exports_have_the_shared_weights_within_a_round_with_fragments(tmp_path: Path) -> None:
+    folder, settings = tmp_path / "weights", {"local_sgd": {"steps": 4, "fragments": 2}}
+    counting = nn.Sequential(net(), Counting())
     with opened(settings, counting) as (strategy, model, prepared, optimizer):
         for step in range(5):
             strategy.step(prepared(rows_of(strategy, step)).sum(), optimizer)
@@ -390,23 +383,16 @@ def outputs(folder: str) -> None:
         assert torch.equal(torch.cat([saved[name].reshape(-1) for name, _ in model.named_parameters()]), shared)
 
 
-def test_evaluation_and_exports_have_the_shared_weights_within_a_round_with_fragments(tmp_path: Path) -> None:
-    run_ranks(outputs, str(tmp_path / "weights"))
-
-
-def buffers() -> list[float]:
-    """Return a buffer that counts the forwards of rank 0 and twice those of rank 1, after each step of two rounds."""
+@on_ranks()
+def test_buffers_are_each_ranks_own_within_a_round_and_rank_0s_after_it() -> None:
+    """The buffer counts the forwards of rank 0 and twice those of rank 1."""
     with opened({}, nn.Sequential(counting := Counting(), net())) as (strategy, _, prepared, optimizer):
         totals = []
         for _ in range(2 * STEPS):
             strategy.step(prepared(torch.full((1 + strategy.rank, 4), 0.25)).sum(), optimizer)
             totals.append(counting.total.item())
-    return totals
-
-
-def test_buffers_are_each_ranks_own_within_a_round_and_rank_0s_after_it() -> None:
-    # As a broadcast in every step would make them, they are equal only where a round ends.
-    assert run_ranks(buffers) == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 4.0, 3.0, 5.0, 7.0, 6.0]]
+        # As a broadcast in every step would make them, they are equal only where a round ends.
+        assert totals == ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 4.0, 3.0, 5.0, 7.0, 6.0])[strategy.rank]
 
 
 def test_what_needs_equal_weights_is_refused_within_a_round() -> None:

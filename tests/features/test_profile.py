@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from needs import GPU, HOROVOD
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -249,10 +249,12 @@ def test_a_signal_to_one_rank_begins_a_profile_of_all_as_often_as_it_comes(
             assert len(named(trace, "unitrain: backward", rank)) == 1
 
 
-def stopped(folder: Path) -> object:
+@pytest.mark.parametrize("nprocs", [1, 2])
+@on_ranks()
+def test_a_stop_is_not_lost_to_a_profile(tmp_path: Path, nprocs: int) -> None:
     with unitrain.init(device="cpu", timeout_s=60) as strategy:
-        strategy.add(Profile(folder, on_signal=signal.SIGUSR2))
-        strategy.checkpoint(folder / "checkpoints", partial=True)
+        strategy.add(Profile(tmp_path, on_signal=signal.SIGUSR2))
+        strategy.checkpoint(tmp_path / "checkpoints", partial=True)
 
         def each(strategy: Strategy, step: int) -> None:
             if strategy.is_main and step == 3:
@@ -262,12 +264,7 @@ def stopped(folder: Path) -> object:
 
         with pytest.raises(unitrain.Stopped) as end:
             train(strategy, 200, each)
-        return end.value.code
-
-
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_a_stop_is_not_lost_to_a_profile(tmp_path: Path, nprocs: int) -> None:
-    assert run_ranks(stopped, tmp_path, nprocs=nprocs) == [143] * nprocs
+        assert (end.value.code, strategy.world_size) == (143, nprocs)
 
 
 def test_a_trace_shows_how_much_memory_is_allocated(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from needs import HOROVOD
 from pretended import pretended_rank
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
@@ -395,11 +395,6 @@ def look() -> set[tuple[tuple[int, ...], ...]]:
     return seen
 
 
-def refused(kind: type[SGD], said: str) -> None:
-    with unitrain.init(shard_optimizer=True, **QUICK) as strategy, pytest.raises(UsageError, match=said):
-        strategy.prepare(module := small(), kind(module.parameters(), lr=0.0, momentum=0.9))
-
-
 def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
     for seen in run_ranks(look):
         assert seen == {((5, 4), (5,), (1, 5), (1,))}
@@ -414,8 +409,10 @@ def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
         (Lookahead, r"does not support Lookahead: its state_dict\(\) would return one rank's state, since it does not"),
     ],
 )
+@on_ranks()
 def test_what_can_t_be_sharded_is_refused(kind: type[SGD], said: str) -> None:
-    run_ranks(refused, kind, said)
+    with unitrain.init(shard_optimizer=True, **QUICK) as strategy, pytest.raises(UsageError, match=said):
+        strategy.prepare(module := small(), kind(module.parameters(), lr=0.0, momentum=0.9))
 
 
 def train_in_groups(alone: bool) -> tuple[State, list[int], int]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu_waits import GPU_0, Waits, communicator_on_gpu
 from needs import HOROVOD
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 
 import unitrain
@@ -145,7 +145,9 @@ def _one_value() -> None:
             layer(torch.ones(2, 3, 4, 5, dtype=torch.float64))
 
 
-def _narrow(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks()
+def test_half_precision(dtype: torch.dtype) -> None:
     """Half-precision inputs with float32 weights, as under autocast: as good as torch's own."""
     with _open(precision="fp32") as strategy:
         layers: list[Any] = [nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)]
@@ -164,11 +166,6 @@ def _narrow(dtype: torch.dtype) -> None:
         assert share.grad.dtype == dtype
         torch.testing.assert_close(share.grad.float(), exact.grad[strategy.rank :: 2], **tolerance)
         torch.testing.assert_close(synced.running_var, plain.running_var)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    run_ranks(_narrow, dtype)
 
 
 def _twice_differentiated() -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -46,7 +46,8 @@ def ones(*shape: int, dtype: torch.dtype = torch.float64) -> Parameter:
     return Parameter(torch.ones(shape, dtype=dtype))
 
 
-def summed() -> None:
+@on_ranks()
+def test_gradients_are_summed_over_the_ranks() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
@@ -80,10 +81,6 @@ def summed() -> None:
     assert coarse.grad is not None
     assert (coarse.grad.item(), coarse.grad.dtype, sums.dtypes) == (2.0, torch.float32, [torch.bfloat16])
     dist.destroy_process_group()
-
-
-def test_gradients_are_summed_over_the_ranks() -> None:
-    run_ranks(summed)
 
 
 def test_buckets_are_of_one_type_and_of_about_the_size_asked_for() -> None:

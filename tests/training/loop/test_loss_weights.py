@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain_loop import Ready, assert_equal, model_of, prepare_model, ready, sgd, strategy_of, weights
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
@@ -198,7 +198,9 @@ def readable(parts: list[Any]) -> tuple[Any, int]:
     return torch.utils.data.default_collate(good or [BLANK]), len(good)
 
 
-def train_on_readable(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@on_ranks()
+def test_samples_that_are_left_out_count_for_nothing(backend: str) -> None:
     with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=30) as strategy:
         twins = Twins(strategy, Net)
         for (inputs, targets), count in strategy.dataloader(Photos(), global_batch_size=4, collate_fn=readable):
@@ -206,8 +208,3 @@ def train_on_readable(backend: str) -> None:
         for (inputs, targets), _ in DataLoader(Photos(), batch_size=4, collate_fn=readable):
             step_by_hand(mse_loss(twins.expected(inputs), targets), twins.by_hand)
         twins.assert_same()
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_samples_that_are_left_out_count_for_nothing(backend: str) -> None:
-    run_ranks(train_on_readable, backend)

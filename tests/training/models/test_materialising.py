@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from needs import HOROVOD
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -236,22 +236,6 @@ class Lost(nn.Module):
         self.register_buffer("table", torch.ones(2), persistent=False)
 
 
-def without_values() -> None:
-    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
-        with torch.device("meta"):
-            lost, model = Lost(), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        said = r"1 buffers that no checkpoint contains \(table, \.\.\.\) have no values.* pass prepare\(\.\.\., init"
-        with pytest.raises(UsageError, match=said):
-            strategy.prepare(lost)
-        with pytest.raises(UsageError, match=r"prepare\(\) can't initialise table of a Lost"):
-            strategy.prepare(lost, initialise=True)
-        model = strategy.prepare(model)
-        assert all(strategy.full_tensor(p.detach()).isnan().all() for p in model.parameters())
-        said = r"4 of its weights \(0\.bias, 0\.weight, 1\.bias, \.\.\.\) have no values: load them .* resume a check"
-        with pytest.raises(UsageError, match=said):
-            model(torch.ones(1, 2))
-
-
 def test_a_model_on_the_meta_device_is_called_when_all_its_weights_are_loaded(tmp_path: Path) -> None:
     with unitrain.init(backend="single", device="cpu") as strategy:
         expected = nn.LSTM(3, 4)
@@ -272,5 +256,18 @@ def test_a_model_on_the_meta_device_is_called_when_all_its_weights_are_loaded(tm
             assert torch.equal(model(torch.ones(1, 1, 3))[0], expected(torch.ones(1, 1, 3))[0])
 
 
+@on_ranks()
 def test_a_model_is_not_called_without_values() -> None:
-    run_ranks(without_values)
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
+        with torch.device("meta"):
+            lost, model = Lost(), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        said = r"1 buffers that no checkpoint contains \(table, \.\.\.\) have no values.* pass prepare\(\.\.\., init"
+        with pytest.raises(UsageError, match=said):
+            strategy.prepare(lost)
+        with pytest.raises(UsageError, match=r"prepare\(\) can't initialise table of a Lost"):
+            strategy.prepare(lost, initialise=True)
+        model = strategy.prepare(model)
+        assert all(strategy.full_tensor(p.detach()).isnan().all() for p in model.parameters())
+        said = r"4 of its weights \(0\.bias, 0\.weight, 1\.bias, \.\.\.\) have no values: load them .* resume a check"
+        with pytest.raises(UsageError, match=said):
+            model(torch.ones(1, 2))
