@@ -8,9 +8,10 @@ import threading
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from needs import HOROVOD
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import nn
 
 import unitrain
@@ -64,25 +65,23 @@ def test_a_strategy_frees_what_the_script_has_dropped() -> None:
     assert folds_in_one_strategy("single") == 0
 
 
-def test_process_groups_are_freed() -> None:
-    assert run_ranks(folds_in_strategies, "ddp", 3) == [[0, 0, 0]] * 2
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
+@on_ranks()
+def test_process_groups_are_freed(backend: str) -> None:
+    assert folds_in_strategies(backend, 3) == [0, 0, 0]
 
 
-def free_with_ranks() -> list[int]:
-    return [folds_in_one_strategy("ddp"), folds_in_one_strategy("ddp", shard_optimizer=True)]
+@pytest.mark.parametrize(
+    ("backend", "sharded"), [("ddp", False), ("ddp", True), pytest.param("horovod", False, marks=HOROVOD)]
+)
+@on_ranks()
+def test_ranks_free_what_all_of_them_have_dropped(backend: str, sharded: bool) -> None:
+    assert folds_in_one_strategy(backend, shard_optimizer=sharded) == 0
 
 
-def test_ranks_free_what_all_of_them_have_dropped() -> None:
-    assert run_ranks(free_with_ranks) == [[0, 0]] * 2
-
-
-@HOROVOD
-def test_horovod_s_buckets_are_freed() -> None:
-    assert run_ranks(folds_in_one_strategy, "horovod", launcher="horovodrun") == [0, 0]
-
-
-def keep_a_layer() -> list[Any]:
-    """Drop a prepared module on one rank, and a part of it on none. Train the part, which has a moving buffer."""
+@on_ranks()
+def test_a_layer_that_the_script_keeps_stays_prepared() -> None:
+    """A module is dropped on one rank, and a part of it on none. The part, which has a moving buffer, is trained."""
     with unitrain.init(backend="ddp", device="cpu", timeout_s=30, deterministic=True) as strategy:
         both = nn.ModuleList([nn.BatchNorm1d(2), nn.Linear(2, 1)])
         part = both[1]
@@ -97,8 +96,4 @@ def keep_a_layer() -> list[Any]:
             seen += 1 + strategy.rank
             strategy.step(part(torch.ones(2, 2)).mean(), optimizer)
         strategy.check_in_sync(part)
-        return [float(seen), kept is not None]
-
-
-def test_a_layer_that_the_script_keeps_stays_prepared() -> None:
-    assert run_ranks(keep_a_layer) == [[3.0, True], [3.0, False]]
+        assert (float(seen), kept is not None) == (3.0, strategy.is_main)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 import unitrain
 from unitrain import UsageError
+from unitrain.testing.models import step_by_hand
 
 STEPS, ROWS = 6, 4
 
@@ -186,44 +187,32 @@ def test_a_window_with_losses_for_both_and_for_one_of_them_is_refused() -> None:
         strategy.step(model(x, ("one", "two")).sum(), [first, second])
 
 
-def without_a_loss() -> list[float]:
-    """Train on rank 0, where rank 1's loss does not depend on the model. Return how far a plain loop is."""
-    distances = []
-    for calls in (True, False):
-        strategy = unitrain.init(
-            backend="ddp", precision="fp64", device="cpu", ddp={"find_unused_parameters": True}, accumulate=1
-        )
+@pytest.mark.parametrize("calls", [True, False])
+@on_ranks()
+def test_a_rank_without_a_loss_of_the_model(calls: bool) -> None:
+    """Rank 1 may call the model, or not; its loss has weight 0."""
+    ddp = {"find_unused_parameters": True}
+    with unitrain.init(backend="ddp", precision="fp64", device="cpu", ddp=ddp) as strategy:
         net, plain = Net(), Net()
         model, optimizer = strategy.prepare(net, sgd(net))
         reference = sgd(plain)
         for i in range(3):
             x = torch.full((2, 6), i + 1.0, dtype=torch.float64)
             loss = torch.zeros((), dtype=torch.float64, requires_grad=True)
-            if strategy.rank == 0 or calls:
+            if strategy.is_main or calls:
                 output = model(x, ("one",))
-            if strategy.rank == 0:
+            if strategy.is_main:
                 loss = output.square().mean()
             strategy.step(loss, optimizer, weight=1.0 - strategy.rank)
-            reference.zero_grad()
-            plain(x, ("one",)).square().mean().backward()
-            reference.step()
-        pairs = zip(net.parameters(), plain.parameters(), strict=True)
-        distances.append(max(float((a - b).detach().abs().max()) for a, b in pairs))
-        strategy.close()
-    return distances
-
-
-def test_a_rank_without_a_loss_of_the_model() -> None:
-    assert max(max(distances) for distances in run_ranks(without_a_loss)) < 1e-12
+            step_by_hand(plain(x, ("one",)).square().mean(), reference)
+        torch.testing.assert_close(net.state_dict(), plain.state_dict(), rtol=0, atol=1e-12)
 
 
 def refused_without_a_loss(backend: str, settings: dict[str, Any]) -> None:
     strategy = unitrain.init(backend=backend, device="cpu", **settings)
-    net = nn.Linear(2, 1)
-    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = strategy.prepare(net := nn.Linear(2, 1), torch.optim.SGD(net.parameters(), lr=0.1))
     output = model(torch.ones(2, 2))
-    loss = output.sum() if strategy.rank == 0 else torch.zeros((), requires_grad=True)
-    strategy.step(loss, optimizer)
+    strategy.step(output.sum() if strategy.is_main else torch.zeros((), requires_grad=True), optimizer)
 
 
 @pytest.mark.parametrize(

@@ -204,29 +204,29 @@ class Copied(nn.Module):
         self.second.weight.data.copy_(self.first.weight)
 
 
-def refusals() -> list[str]:
-    said = []
+def weight_normed() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+
+
+REMEDY = r"Give the module a reset_parameters\(\) that sets it, or pass prepare\(\.\.\., initialise=function\)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Direct, rf"prepare\(\) can't initialise 0\.gate of a Direct.*{REMEDY}"),
+        (Partly, r"prepare\(\) can't initialise 0\.weight of a Partly"),
+        (Copied, r"can't initialise 0\.second: initialising the Copied at 0 needs more than the parameters of one"),
+        (weight_normed, r"0\.parametrizations\.weight\.original0 of a ParametrizationList"),
+    ],
+)
+@on_ranks()
+def test_what_nothing_initialises_is_refused_by_name(kind: Callable[[], nn.Module], said: str) -> None:
     with unitrain.init(device="cpu", timeout_s=30) as strategy:
-        kinds: list[Callable[[], nn.Module]] = [
-            Direct, Partly, Copied, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
-        ]  # fmt: skip
-        for kind in kinds:
-            with torch.device("meta"):
-                model = kind()
-            with pytest.raises(UsageError) as refused:
-                strategy.prepare(nn.Sequential(model), initialise=lambda module: None)
-            said.append(str(refused.value))
-    return said
-
-
-def test_what_nothing_initialises_is_refused_by_name() -> None:
-    for said in run_ranks(refusals):
-        direct, partly, copied, normed = said
-        assert "prepare() can't initialise 0.gate of a Direct" in direct
-        assert "Give the module a reset_parameters() that sets it, or pass prepare(..., initialise=function)" in direct
-        assert "prepare() can't initialise 0.weight of a Partly" in partly
-        assert "can't initialise 0.second: initialising the Copied at 0 needs more than the parameters of one" in copied
-        assert "0.parametrizations.weight.original0 of a ParametrizationList" in normed
+        with torch.device("meta"):
+            model = kind()
+        with pytest.raises(UsageError, match=said):
+            strategy.prepare(nn.Sequential(model), initialise=lambda module: None)
 
 
 class Lost(nn.Module):

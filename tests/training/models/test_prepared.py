@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -14,14 +12,6 @@ from torch import nn
 import unitrain
 from unitrain import UsageError
 from unitrain.training.models.prepared import PreparedModules
-
-
-class Wrapper(nn.Module):
-    """What a backend puts around a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
 
 
 def test_parameters_have_the_names_of_the_user_s_module() -> None:
@@ -34,18 +24,6 @@ def test_parameters_have_the_names_of_the_user_s_module() -> None:
     other = nn.Parameter(torch.ones(3))
     assert not prepared.has(other)
     assert prepared.name(other) == "an unprepared parameter of shape (3,)"
-
-
-def test_wrappers_go_with_their_last_user() -> None:
-    prepared = PreparedModules((1, 1))
-    wrapper = Wrapper(nn.Linear(2, 2))
-    module = wrapper.module
-    prepared.add(wrapper, module)
-    gone = weakref.ref(wrapper)
-    assert prepared.unwrap(wrapper) is module
-    del wrapper
-    gc.collect()
-    assert gone() is None
 
 
 def test_an_optimizer_of_a_copied_model_is_refused_on_one_process() -> None:
