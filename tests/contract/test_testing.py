@@ -78,20 +78,6 @@ def test_a_duty_that_hangs_fails_itself_and_says_where() -> None:
     assert "in hang_on_rank_0" in outcomes["hang_on_rank_0"]
 
 
-def crash_on_rank_1(world: World) -> None:
-    if rank() == 1:
-        signal.raise_signal(signal.SIGSEGV)
-    time.sleep(60)
-
-
-def test_a_crash_says_where() -> None:
-    why = outcomes_of(duty(crash_on_rank_1))["crash_on_rank_1"]
-    assert "was killed by SIGSEGV" in why
-    assert "in crash_on_rank_1" in why
-    assert "frame #1: " in why  # of C++
-    assert "Extension modules" not in why  # so long that the stack might not be shown
-
-
 def end_badly(world: World) -> None:
     atexit.register(os._exit, 3)
 
@@ -141,61 +127,6 @@ def write_to_the_folder(world: World) -> None:
 def test_the_ranks_of_a_duty_share_an_empty_folder() -> None:
     outcomes = outcomes_of(duty(write_to_the_folder), duty(fine), limit_s=10)
     assert outcomes == {"write_to_the_folder": "", "fine": ""}
-
-
-TESTS = """
-import os
-from dataclasses import replace
-from pathlib import Path
-
-import pytest
-
-from unitrain.testing.contract import check
-from unitrain.testing.duties import DUTIES
-from unitrain.testing.worlds import World
-
-def note(world, name):
-    Path(__file__).with_name(f"{name} in {os.getpid()}").touch()
-
-def fail(world, name):
-    note(world, name)
-    raise ZeroDivisionError("on purpose")
-
-# In place of duties that stand together.
-stands_in = {
-    "reductions": note, "nan_in_reductions": note, "same_bits_on_all_ranks": fail, "starts_as_often_as_asked": note,
-    "several_calls_at_once": fail,
-}  # fmt: skip
-duties = [
-    replace(DUTIES[name], function=function, arguments=(name,), judge=None) for name, function in stands_in.items()
-]
-
-@pytest.mark.parametrize("world", [World("nobody", 2)], ids=str)
-@pytest.mark.parametrize("duty", duties, ids=lambda duty: duty.name)
-def test_contract(request, world, duty):
-    check(request, world, duty)
-"""
-
-
-def test_what_is_tested_of_a_group_is_started_once_and_again_after_a_failure(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_them=TESTS)
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "not nan_in_reductions")
-    result.assert_outcomes(passed=2, failed=2, deselected=1)
-    result.stdout.fnmatch_lines(
-        [
-            "rank *: Traceback (most recent call last):",
-            "ZeroDivisionError: on purpose",
-            "*test_contract?several_calls_at_once-nobody-x2*",
-            "nobody-x2 fails the duty: *",
-            "ZeroDivisionError: on purpose",
-        ]
-    )
-    by_process: dict[str, set[str]] = {}
-    for path in pytester.path.glob("* in *"):
-        name, _, pid = path.name.partition(" in ")
-        by_process.setdefault(pid, set()).add(name)
-    first, second = {"reductions", "same_bits_on_all_ranks"}, {"starts_as_often_as_asked", "several_calls_at_once"}
-    assert sorted(map(sorted, by_process.values())) == sorted(map(sorted, [first, first, second, second]))
 
 
 def test_worlds_are_those_that_a_backend_would_see() -> None:

@@ -12,7 +12,6 @@ import torch
 from recipe_runs import run_recipe
 from test_detection_data import make_coco, make_voc
 from torch import Tensor, nn
-from torchvision.models import mobilenet_v2
 from torchvision.models.detection import FasterRCNN, ssdlite320_mobilenet_v3_large
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
@@ -36,43 +35,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     return tmp_path
-
-
-def test_map_does_not_depend_on_the_order_of_images_where_scores_are_equal() -> None:
-    images = detection_data.load("shapes:60").train.images
-    random = torch.Generator().manual_seed(0)
-    rows = [
-        {
-            "target": {"boxes": x.boxes, "labels": x.labels, "iscrowd": x.crowd.long(), "image": index},
-            # Half of them miss, and all are equally sure.
-            "detection": {
-                "boxes": x.boxes + 40 * torch.randint(2, (len(x.boxes), 1), generator=random),
-                "labels": x.labels,
-                "scores": torch.full((len(x.boxes),), 0.5),
-            },
-        }
-        for index, x in enumerate(images)
-    ]
-    expected = detection_metrics.average_precision(rows)
-    assert 0.1 < expected["map"] < 0.9
-    for ranks in (2, 3):
-        assert detection_metrics.average_precision([row for r in range(ranks) for row in rows[r::ranks]]) == expected
-
-
-def test_a_detection_of_a_crowd_is_neither_right_nor_wrong() -> None:
-    box, crowd = torch.tensor([[10.0, 10, 30, 30]]), torch.tensor([[40.0, 40, 90, 90]])
-    target = {"boxes": torch.cat([box, crowd]), "labels": torch.ones(2).long(), "image": 0}
-    found = {"boxes": torch.cat([crowd, box]), "labels": torch.ones(2).long(), "scores": torch.tensor([0.9, 0.8])}
-    for iscrowd, expected in (([0, 1], 1.0), ([0, 0], 1.0)):
-        row = {"target": {**target, "iscrowd": torch.tensor(iscrowd)}, "detection": found}
-        assert detection_metrics.average_precision([row])["map"] == pytest.approx(expected)
-    alone = {name: value[:1] for name, value in found.items()}
-    row = {"target": {**target, "iscrowd": torch.tensor([0, 1])}, "detection": alone}
-    assert detection_metrics.average_precision([row])["map"] == 0  # the box was not found
-
-
-def test_the_mean_box_is_a_weak_detector() -> None:
-    assert 0 <= detection_metrics.mean_boxes(detection_data.load("shapes:60")) < 0.05
 
 
 def test_without_pycocotools_it_says_what_to_install(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,19 +144,6 @@ def test_weights_of_torchvision_s_detector_but_for_other_classes(here: Path) -> 
     assert len(random) == 6  # the last layer for each feature map
     name = "backbone.extra.0.0.0.weight"
     assert torch.equal(model.state_dict()[name], weights[name])
-
-
-def test_weights_of_torchvision_s_classifier(here: Path) -> None:
-    weights = mobilenet_v2().state_dict()
-    Path("torch", "hub", "checkpoints").mkdir(parents=True)
-    torch.save(weights, "torch/hub/checkpoints/mobilenet_v2-7ebf99e0.pth")
-    torch.save(weights, "file.pth")
-    for source in ("torchvision", "file.pth"):
-        model, random = fresh(V2, source)
-        assert {name.partition(".")[0] for name in random} == {"head", "backbone"}
-        assert not any(name.startswith("backbone.features") for name in random)
-        state = model.state_dict()
-        assert all(torch.equal(state[f"backbone.{key}"], weights[key]) for key in weights if key[0] == "f")
 
 
 @pytest.mark.parametrize("kind", ["coco", pytest.param("voc2012", marks=pytest.mark.all("another format"))])

@@ -113,26 +113,6 @@ def test_shapes_are_the_same_everywhere_and_in_their_boxes() -> None:
     assert again.train.fingerprint == data.train.fingerprint != data.validation.fingerprint
 
 
-def test_training_gets_no_crowds_and_boxes_that_follow_the_image(tmp_path: Path) -> None:
-    make_coco(tmp_path)
-    train = detection_data.load(f"coco:{tmp_path}").train
-    sizes = set()
-    for seed in range(20):
-        torch.manual_seed(seed)
-        images, targets = detection_data.collate([train[0], train[2]])
-        for image, target in zip(images, targets, strict=True):
-            assert type(image) is type(target["boxes"]) is torch.Tensor
-            assert set(target) == {"boxes", "labels"}
-            assert len(target["boxes"]) == len(target["labels"])
-            edges = torch.tensor([image.shape[2], image.shape[1]])
-            assert (target["boxes"].view(-1, 2, 2) <= edges).all()
-            assert (target["boxes"][:, 2:] > target["boxes"][:, :2]).all()
-            sizes.add(tuple(image.shape))
-        assert targets[1]["boxes"].shape == (0, 4)
-        assert len(targets[0]["boxes"]) <= 2
-    assert len(sizes) > 5
-
-
 def coco_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     """Return a function that writes a set with a change in the annotations for validation."""
 

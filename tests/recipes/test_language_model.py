@@ -110,14 +110,6 @@ def test_a_prediction_depends_on_what_came_before_only() -> None:
     assert F.cross_entropy(before.flatten(0, 1), first.flatten()).item() == pytest.approx(math.log(20), rel=0.1)
 
 
-def test_only_matrices_decay() -> None:
-    model = gpt.GPT(vocabulary=20, context=8, layers=1, width=16, heads=4, dropout=0.0)
-    decaying, others = gpt.parameter_groups(model, 0.1)
-    counts = [len(group["params"]) for group in (decaying, others)]
-    assert sum(counts) == len(list(model.parameters()))
-    assert (decaying["weight_decay"], others["weight_decay"], counts[0]) == (0.1, 0.0, 6)
-
-
 def test_a_sample_is_drawn_by_its_seed_with_a_moving_context() -> None:
     model = gpt.GPT(vocabulary=20, context=4, layers=1, width=16, heads=4, dropout=0.5)
     one, again, other = (gpt.generate(model, [1], 12, seed=seed) for seed in (0, 0, 1))

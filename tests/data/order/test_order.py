@@ -81,22 +81,9 @@ def positions_are_uniform(samples: int, seeds: int) -> float:
     return normal(float(np.mean(means)), samples / (samples - 1), math.sqrt(2 / 31**2 / seeds))
 
 
-def successions(samples: int, epochs: int) -> float:
-    """How often a sample is followed by the next one: once per shuffle, as a Poisson number."""
-    found = 0
-    for epoch in range(epochs):
-        found += int((np.diff(shuffled(samples, 0, epoch)) == 1).sum())
-    return normal(found, epochs, math.sqrt(epochs))
-
-
 @pytest.mark.parametrize("samples", [65_536, 65_537, 100_003])
 def test_positions_are_uniform(samples: int) -> None:
     assert positions_are_uniform(samples, 100) < 3.5
-
-
-@pytest.mark.parametrize("samples", [60_000, 65_536, 100_003])
-def test_neighbours_are_not_kept(samples: int) -> None:
-    assert successions(samples, 200) < 3.5
 
 
 @pytest.mark.parametrize("samples", [60_000, 100_003])

@@ -45,13 +45,6 @@ def test_the_detection_cost_is_the_least_of_all_thresholds(seed: int) -> None:
     assert error_rates(scores, same).min_dcf == pytest.approx(min(costs) / 0.05, rel=1e-12)
 
 
-def test_perfect_useless_and_opposite_scores() -> None:
-    same = np.array([True, True, False, False])
-    assert error_rates(np.array([3.0, 2.0, 1.0, 0.0]), same) == (0, 0)
-    assert error_rates(np.zeros(4), same) == (0.5, 1)
-    assert error_rates(np.array([0.0, 1.0, 2.0, 3.0]), same) == (1, 1)
-
-
 def test_scores_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(NonFiniteError, match="the score of a trial is not finite"):
         error_rates(np.array([0.0, np.nan]), np.array([True, False]))
