@@ -122,23 +122,6 @@ def test_a_file_that_is_none_of_ours(
     assert "weights_only" not in str(raised.value)
 
 
-class Runs:
-    """Would leave a file behind, were it unpickled as pickle does."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path(self.path).touch, ()
-
-
-def test_code_in_a_file_is_not_run(strategy: Strategy, tmp_path: Path) -> None:
-    torch.save(Runs(str(tmp_path / "ran")), tmp_path / "value.pt")
-    with pytest.raises(CheckpointError, match="code is never run"):
-        strategy.load(tmp_path / "value.pt")
-    assert not (tmp_path / "ran").exists()
-
-
 def test_a_file_of_an_old_torch_and_parameters_are_loaded(strategy: Strategy, tmp_path: Path) -> None:
     value = {"weight": nn.Parameter(torch.ones(2)), "rows": torch.arange(4)[::2]}
     torch.save(value, tmp_path / "old.pt", _use_new_zipfile_serialization=False)

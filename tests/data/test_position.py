@@ -240,11 +240,6 @@ def test_a_script_that_counts_the_epochs_of_a_loader_may_go_round_another(recwar
     assert not [str(warning.message) for warning in recwarn if "resumed in epoch" in str(warning.message)]
 
 
-def test_set_epoch_is_not_needed() -> None:
-    with pytest.raises(UsageError, match=r"loader shuffles anew in each epoch\. Remove the call"):
-        plain_loader().set_epoch(1)
-
-
 def test_a_state_after_the_last_batch_leaves_the_epoch_to_be_closed() -> None:
     """What a script does at the end of an epoch, evaluate say, has not been done then."""
     loader = plain_loader()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import run_job
 from pretended import pretended_rank
 from ranks import on_ranks, run_ranks
 from streams import Numbers, Shards
@@ -109,18 +108,3 @@ def test_shares_that_can_not_be_used_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a sharded Shards can't be split by shares, .* set strategy\.shares to"):
         pretended_rank(0, 2, shares=(2, 1)).dataloader(Shards([4, 4]), batch_size=2)
     pretended_rank(0, 2, shares=(2, 1)).dataloader(Numbers(4), batch_size=2)
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_job_with_wrong_shares_ends_with_one_message(tmp_path: Path) -> None:
-    """torch.distributed, which has started by the time at which the ranks compare them, would swallow it."""
-    script = tmp_path / "train.py"
-    shares = {0: (2, 1), 1: (1, 2)}
-    script.write_text(f"import os, unitrain\nunitrain.init(shares={shares}[int(os.environ['RANK'])], timeout_s=20)\n")
-    command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
-    job = run_job(command, tmp_path, deadline=60)
-    assert job.code != 0
-    assert not job.left
-    assert job.stderr.count("unitrain: ") == 1, job.output
-    message = "unitrain: error: the ranks do not run the same: shares is [2, 1] on rank 0; [1, 2] on rank 1."
-    assert message in job.stderr, job.output

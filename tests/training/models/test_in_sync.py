@@ -83,13 +83,6 @@ def test_ranks_that_drifted_apart_are_noticed_at_the_end_of_an_epoch(change: str
     assert other == first
 
 
-def test_ranks_that_round_differently_train_on() -> None:
-    """Processors of different makes do, which is no reason to end a job."""
-    first, other = run_ranks(drifting, "1e-6")
-    assert first.startswith("the ranks' models differ slightly: bias (1,) of rank 1 is not that of rank 0,")
-    assert other == ""
-
-
 def loading_on_one_rank(change: float) -> str:
     """Change a weight of rank 1 a little before the first step; return what is said after it."""
     strategy = unitrain.init(device="cpu")

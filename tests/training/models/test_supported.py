@@ -19,12 +19,6 @@ import unitrain
 from unitrain import UsageError
 
 
-def test_models_that_are_wrapped_already_are_refused() -> None:
-    strategy = strategy_of()
-    with pytest.raises(UsageError, match="pass the module within"):
-        strategy.prepare(nn.DataParallel(model_of()))
-
-
 class Autoencoder(nn.Module):
     """A model with a second tensor in the memory of its weight.
 
@@ -77,19 +71,6 @@ def test_what_torch_has_sharded_is_refused() -> None:
             strategy.prepare(sharded)
         with pytest.raises(UsageError, match="pass the optimizer that it was made of"):
             strategy.prepare(zero)
-
-
-@on_ranks()
-def test_lookups_that_change_the_rows_of_a_ranks_own_samples_are_refused_on_several_ranks() -> None:
-    with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
-        for layer in (nn.Embedding, nn.EmbeddingBag):
-            with pytest.raises(UsageError, match=rf"^0 is an {layer.__name__} with max_norm.*after strategy\.step"):
-                strategy.prepare(nn.Sequential(layer(4, 2, max_norm=1.0)))
-        strategy.prepare(nn.Embedding(4, 2))
-
-
-def test_such_lookups_are_supported_in_one_process() -> None:
-    strategy_of().prepare(nn.Embedding(4, 2, max_norm=1.0))
 
 
 @on_ranks()
