@@ -185,15 +185,6 @@ def test_everything_a_wheel_depends_on_changes_its_version(monkeypatch: pytest.M
     assert len({base, *others}) == len(others) + 1
 
 
-def test_an_mpi_of_the_environment_is_the_same_in_every_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = set()
-    for prefix in ("/home/a/venv", "/home/b/venv"):
-        monkeypatch.setattr(sys, "prefix", prefix)
-        mpi = dataclasses.replace(OPEN_MPI, mpirun=Path(prefix, "bin", "mpirun"))
-        versions.add(wheel_version("0.28.1", mpi, None))
-    assert len(versions) == 1
-
-
 def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("UNITRAIN_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

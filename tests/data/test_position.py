@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -184,20 +183,6 @@ def values(loader: Loader, count: int | None = None) -> list[int]:
     return [sample for batch in trained(loader, count) for sample in batch.tolist()]
 
 
-def test_a_state_is_plain_data_that_torch_loads_without_running_code() -> None:
-    loader = plain_loader()
-    values(loader, 2)
-    file = io.BytesIO()
-    torch.save(loader.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert state == loader.state_dict()
-    assert (state["seed"], state["epoch"], state["consumed"], state["length"]) == (0, 0, 8, 20)
-    other = plain_loader()
-    other.load_state_dict(state)
-    assert values(other) == values(plain_loader())[8:]
-
-
 def test_batches_that_workers_have_only_prefetched_are_not_consumed() -> None:
     loader = plain_loader(num_workers=2, prefetch_factor=2)
     values(loader, 1)
@@ -205,17 +190,6 @@ def test_batches_that_workers_have_only_prefetched_are_not_consumed() -> None:
     other = plain_loader()
     other.load_state_dict(loader.state_dict())
     assert values(other) == values(plain_loader())[4:]
-
-
-def test_a_state_of_an_ended_epoch_begins_the_next() -> None:
-    loader = plain_loader()
-    first, second = values(loader), values(loader)
-    assert first != second
-    assert loader.state_dict() == {**plain_loader().state_dict(), "epoch": 2}
-    other = plain_loader()
-    other.load_state_dict({**loader.state_dict(), "epoch": 1})
-    assert other.epoch == 1
-    assert values(other) == second
 
 
 def test_a_loop_that_does_not_ask_for_the_resumed_epoch_is_warned_of() -> None:

@@ -47,13 +47,11 @@ def find(backend: str, most: list[int]) -> list[Any]:
         return [size, sizes, strategy.gather([strategy.rank])]
 
 
-@pytest.mark.parametrize(
-    ("backend", "launcher"), [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD)]
-)
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
 def test_the_rank_with_the_least_memory_decides_and_leaves_no_other_waiting(
-    backend: str, launcher: Any, capsys: pytest.CaptureFixture[str]
+    backend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = run_ranks(find, backend, [10, 4], launcher=launcher)
+    first, second = run_ranks(find, backend, [10, 4])
     assert first == second == [3, [10, 5, 3], [0, 1]]
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("unitrain: micro_batch_size")]
     assert "micro_batch_size 3: 5 samples did not fit on rank 1 (DefaultCPUAllocator: can't allocate memory" in line

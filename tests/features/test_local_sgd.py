@@ -158,23 +158,23 @@ def simulate(ranks: list[list[list[int]]], local_steps: int, fragments: list[lis
 
 
 @pytest.mark.parametrize(
-    ("backend", "world", "launcher", "settings"),
+    ("backend", "world", "settings"),
     [
-        ("ddp", 2, "spawn", {"accumulate": 2}),
-        ("ddp", 2, "spawn", {"accumulate": 2, **STREAMED}),
-        pytest.param("horovod", 2, "horovodrun", STREAMED, marks=HOROVOD),
-        ("single", 1, "spawn", {}),
+        ("ddp", 2, {"accumulate": 2}),
+        ("ddp", 2, {"accumulate": 2, **STREAMED}),
+        pytest.param("horovod", 2, STREAMED, marks=HOROVOD),
+        ("single", 1, {}),
     ],
 )
 def test_ranks_train_as_simulated_workers_and_go_on_after_a_save(
-    backend: str, world: int, launcher: Any, settings: dict[str, Any], tmp_path: Path
+    backend: str, world: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     schedule = settings.get("local_sgd", {})
     fragments = FRAGMENTS if "fragments" in schedule else [[0, 1, 2, 3]]
     local_steps = schedule.get("steps", STEPS)
     end = 5 if "fragments" in schedule else STEPS  # where the second fragment is sent, and the first one taken
-    begun = run_ranks(train, str(tmp_path), end, backend, settings, nprocs=world, launcher=launcher)
-    resumed = run_ranks(train, str(tmp_path), 0, backend, settings, nprocs=world, launcher=launcher)
+    begun = run_ranks(train, str(tmp_path), end, backend, settings, nprocs=world)
+    resumed = run_ranks(train, str(tmp_path), 0, backend, settings, nprocs=world)
     assert [len(one.rows) for one in begun + resumed] == [end] * world + [22 - end] * world
     expected = simulate(
         [one.rows + other.rows for one, other in zip(begun, resumed, strict=True)], local_steps, fragments

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -68,18 +68,16 @@ def profiled(folder: Path, backend: str, ranks: list[int] | None) -> list[float]
 
 
 @pytest.mark.parametrize(
-    ("backend", "launcher", "averaging"),
+    ("backend", "averaging"),
     [
-        ("ddp", "spawn", {"gloo:all_reduce"}),
-        pytest.param(
-            "horovod", "horovodrun", {"unitrain: gradients.0.0", "unitrain: wait for gradients.0.0"}, marks=HOROVOD
-        ),
+        ("ddp", {"gloo:all_reduce"}),
+        pytest.param("horovod", {"unitrain: gradients.0.0", "unitrain: wait for gradients.0.0"}, marks=HOROVOD),
     ],
 )
 def test_a_trace_has_a_process_for_each_rank_with_what_it_did(
-    tmp_path: Path, backend: str, launcher: Literal["spawn", "horovodrun"], averaging: set[str]
+    tmp_path: Path, backend: str, averaging: set[str]
 ) -> None:
-    weights = run_ranks(profiled, tmp_path, backend, None, launcher=launcher)
+    weights = run_ranks(profiled, tmp_path, backend, None)
     assert weights[0] == weights[1]
     trace = events(tmp_path / "trace-step3.json.gz")
     for event in trace:
@@ -230,13 +228,13 @@ def signalled(folder: Path, backend: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "world", "launcher"),
-    [("single", 1, "spawn"), ("ddp", 2, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)],
+    ("backend", "world"),
+    [("single", 1), ("ddp", 2), pytest.param("horovod", 2, marks=HOROVOD)],
 )
 def test_a_signal_to_one_rank_begins_a_profile_of_all_as_often_as_it_comes(
-    tmp_path: Path, backend: str, world: int, launcher: Any, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, backend: str, world: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    weights = run_ranks(signalled, tmp_path, backend, nprocs=world, launcher=launcher)
+    weights = run_ranks(signalled, tmp_path, backend, nprocs=world)
     assert weights[0] == weights[-1]
     assert re.search(
         r"^unitrain: kill -USR2 \d+ on \S+ begins a profile of all ranks\.$", "".join(capfd.readouterr()), re.M

@@ -251,14 +251,6 @@ def test_seeds_are_shared_until_prepare_and_then_differ() -> None:
     assert len({*second[0], *second[1], *second[2]}) == 9
 
 
-def test_seed_0_and_1_differ() -> None:
-    draws = []
-    for seed in (0, 1, 0):
-        with unitrain.init(backend="single", seed=seed):
-            draws.append(_drawn())
-    assert draws[0] == draws[2] != draws[1]
-
-
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -77,9 +77,9 @@ def on_ranks(**options: Any) -> Callable[[Callable[..., None]], Callable[..., No
         def started(**arguments: Any) -> None:
             if multiprocessing.parent_process() is not None:  # on a rank, which finds this function by its name
                 return test(**arguments)
-            given = {name: arguments[name] for name in ("nprocs", "launcher") if name in arguments}
-            by_default = {"launcher": launcher_of(arguments.values())}
-            run_ranks(partial(started, **arguments), **{**by_default, **options, **given})
+            given: dict[str, Any] = {name: arguments[name] for name in ("nprocs", "launcher") if name in arguments}
+            given = {"launcher": launcher_of(arguments.values()), **options, **given}
+            run_ranks(partial(started, **arguments), **given)
             return None
 
         return started

@@ -172,8 +172,7 @@ def test_each_optimizer_steps_with_the_gradients_of_its_losses() -> None:
 def test_each_optimizer_steps_with_the_gradients_of_its_losses_on_two_ranks(
     backend: str, settings: dict[str, Any]
 ) -> None:
-    launcher: Any = "horovodrun" if backend == "horovod" else "spawn"
-    assert run_ranks(compare, backend, settings, launcher=launcher) == [[], []]
+    assert run_ranks(compare, backend, settings) == [[], []]
 
 
 def test_a_window_with_losses_for_both_and_for_one_of_them_is_refused() -> None:

@@ -108,21 +108,9 @@ def test_rows_are_collated_as_torch_does(layout: str) -> None:
                 assert mine.tolist() == its.tolist()
 
 
-def test_a_batch_of_rows_is_a_copy() -> None:
-    batch = collated_rows(ROWS, [0, 1])
-    assert batch is not None
-    batch[0].zero_()
-    assert ROWS.tensors[0].tolist() == torch.arange(12.0).reshape(6, 2).tolist()
-
-
 def test_what_is_not_plain_is_read_one_by_one() -> None:
     plain = torch.arange(6.0)
     for tensor in (plain.clone().requires_grad_(), nn.Parameter(plain), plain.to_sparse(), plain.to("meta")):
         assert collated_rows(TensorDataset(tensor), [0, 1]) is None
     assert collated_rows(MyRows(plain), [0, 1]) is None
     assert collated_rows([1, 2], [0, 1]) is None
-
-
-@pytest.mark.parametrize("samples", [[0, -1], [0, 6], [True, False], [0.0, 1.0]])
-def test_indices_that_torch_would_take_otherwise_or_refuse(samples: list[Any]) -> None:
-    assert collated_rows(ROWS, samples) is None

@@ -221,16 +221,6 @@ def test_a_copy_of_a_run_that_was_discarded(tmp_path: Path) -> None:
     assert run_ranks(train, tmp_path, None, ZERO)[0][0] == 0
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_another_number_of_ranks(kind: str, ranks: int, tmp_path: Path) -> None:
-    fail(tmp_path, (0, "update", 8), KINDS[kind])
-    settings = {**KINDS[kind], **({"backend": "single"} if ranks == 1 else {})}
-    first, seen, _ = run_ranks(train, tmp_path, None, settings, nprocs=ranks)[0]
-    assert (first, seen["steps"]) == (6, list(range(STEPS)))
-
-
 def train_on_hosts(folder: Path, fault: Fault | None, settings: dict[str, Any]) -> Course:
     """Train, as if each rank was on a host of its own."""
     rank = os.environ["RANK"]

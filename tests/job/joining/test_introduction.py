@@ -80,11 +80,6 @@ def test_other_data(lengths: list[int], shift: int, said: str) -> None:
         run_ranks(share_out, lengths, shift)
 
 
-def test_the_same_data() -> None:
-    first, second = run_ranks(share_out, [9, 9], 0)
-    assert sorted(first + second) == list(range(9))
-
-
 def test_the_ranks_of_each_value_are_named() -> None:
     """As many as fit into a line: ten thousand ranks may differ, each from all others."""
     every = by_rank((rank, rank) for rank in range(10_000))

@@ -127,18 +127,6 @@ def test_the_norm_is_taken_before_clipping() -> None:
     assert guarded(guard_of(), SGD(parameters, lr=1.0), parameters) == (True, None)
 
 
-@pytest.mark.parametrize("flags", [False, True])
-@pytest.mark.parametrize("settings", WAYS[:3])
-def test_losses_are_looked_at(settings: dict[str, Any], flags: bool) -> None:
-    for bad in [1.0, *BAD]:
-        parameters = parameters_of(torch.ones(2))
-        optimizer = SGD(parameters, lr=0.5, fused=flags)
-        losses = [torch.tensor(1.0), torch.tensor(bad, dtype=torch.float64)]
-        stepped, _ = guarded(guard_of(flags=flags, **settings), optimizer, parameters, losses)
-        assert stepped == math.isfinite(bad)
-        assert (parameters[0] == 1).all() == (not stepped)
-
-
 class AsOnCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Knows as few types as torch's check does on a GPU, and notes those that it was asked for."""
 
@@ -176,15 +164,3 @@ def test_clip_value_refuses_gradients_that_it_can_not_clip(kind: str) -> None:
     inputs = torch.tensor([1]) if kind == "sparse" else torch.ones(2, 2, dtype=torch.cfloat)
     with pytest.raises(UsageError, match="clip_value supports neither sparse nor complex gradients"):
         strategy.step(prepared(inputs).abs().sum(), optimizer)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_a_script_may_set_the_default_dtype(dtype: torch.dtype) -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        for gradient, stepped in ((1.0, True), (math.nan, False)):
-            parameters = parameters_of(torch.tensor([gradient]))
-            assert guarded(guard_of(), SGD(parameters, lr=0.1), parameters)[0] is stepped
-    finally:
-        torch.set_default_dtype(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -71,11 +71,9 @@ def train_with_ddp(steps: int) -> dict[str, Any]:
         return {name: tensor.clone() for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
 
 
-@pytest.mark.parametrize(
-    ("backend", "launcher"), [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD)]
-)
-def test_moving_buffers_are_rank_0_s(backend: str, launcher: Literal["spawn", "horovodrun"]) -> None:
-    first, second = run_ranks(train, backend, True, 8, launcher=launcher)
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
+def test_moving_buffers_are_rank_0_s(backend: str) -> None:
+    first, second = run_ranks(train, backend, True, 8)
     for name in ("mean", "assigned", "late", "calls", "constant"):
         assert torch.equal(first[name], second[name]), name
     assert not torch.equal(first["scratch"], second["scratch"])
@@ -158,15 +156,15 @@ def fill_banks(backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "launcher"),
+    "backend",
     [
-        ("ddp", "spawn"),
-        pytest.param("horovod", "horovodrun", marks=[HOROVOD, pytest.mark.all("the same core, and its collectives")]),
-        pytest.param("fsdp", "spawn", marks=pytest.mark.all("the same core")),
+        "ddp",
+        pytest.param("horovod", marks=[HOROVOD, pytest.mark.all("the same core, and its collectives")]),
+        pytest.param("fsdp", marks=pytest.mark.all("the same core")),
     ],
 )
-def test_buffers_of_any_form_are_rank_0_s(backend: str, launcher: Literal["spawn", "horovodrun"]) -> None:
-    first, second = run_ranks(fill_banks, backend, launcher=launcher)
+def test_buffers_of_any_form_are_rank_0_s(backend: str) -> None:
+    first, second = run_ranks(fill_banks, backend)
     assert first.pop("own") != second.pop("own")
     assert first.keys() == second.keys() == {"lowest", "rows", "last", "expanded", "moved", "inference"}
     for name, tensor in first.items():
