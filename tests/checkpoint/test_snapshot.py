@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,24 @@ def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
     assert second["pair"][1] == "text"
     other = snapshot({"weight": torch.ones(4)}, second)
     assert other["weight"].tolist() == [1, 1, 1, 1]
+
+
+def test_each_gpu_that_is_copied_from_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies run on streams of the tensors' devices, of which the current one need not be any."""
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu=None: Mock(synchronize=lambda: waited.append(gpu)))
+    first, second = torch.device("cuda", 1), torch.device("cuda", 2)
+    with FakeTensorMode():  # tensors that know where they would be
+        state = {"weight": torch.empty(2, device=first), "step": 3, "host": torch.ones(2)}
+        snapshot(state)
+        assert waited == [first]
+        copied = snapshot({"nested": [state, (torch.empty(1, device=second), torch.empty(1, device=first))]})
+    assert copied["nested"][1][0].device.type == "cpu"
+    assert sorted(waited[1:], key=str) == [first, second]
+    waited.clear()
+    snapshot({"weight": torch.ones(2)})
+    assert not waited
 
 
 def test_what_is_on_a_gpu_is_copied_to_the_host_once() -> None:

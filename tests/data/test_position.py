@@ -275,9 +275,6 @@ def test_training_goes_on_after_a_state_was_loaded_within_a_window() -> None:
     assert stepped == [False, True, False, True]
 
 
-# ---------------------------------------------------------------------------------------------- what does not fit
-
-
 def test_a_dataset_of_another_length_is_refused() -> None:
     with pytest.raises(CheckpointError, match="of 20 samples, but this one has 21"):
         plain_loader(21).load_state_dict(plain_loader(20).state_dict())
@@ -320,9 +317,6 @@ def test_the_order_goes_on_by_the_seed_of_the_state() -> None:
 def test_only_rank_0_warns() -> None:
     loader = pretended_rank(1, 2, seed=5).dataloader(Numbers(20), global_batch_size=4)
     loader.load_state_dict(plain_loader().state_dict())  # a warning would be an error
-
-
-# ------------------------------------------------------------------------------------------------------ any length
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -45,9 +45,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], N
     return put
 
 
-# ------------------------------------------------------------------------------------------------ backend="auto"
-
-
 @pytest.mark.parametrize("name", RECORDED)
 def test_auto_follows_the_launcher(name: str) -> None:
     launch = detect(RECORDED[name][0])
@@ -104,9 +101,6 @@ def test_alone_on_a_cpu() -> None:
     assert strategy.config.backend == "single"
 
 
-# --------------------------------------------------------------------------------- the world that would be seen
-
-
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("backend", ["single", "data_parallel", "horovod"])
 def test_n_copies_of_a_job_are_refused(environment: Any, name: str, backend: str) -> None:
@@ -142,9 +136,6 @@ def test_a_process_group_of_the_script_is_adopted_and_left(close_twice: bool) ->
     assert (strategy.config.backend, strategy.launch.launcher, strategy.world_size) == ("ddp", "env", 2)
 
 
-# ------------------------------------------------------------------------------------------------------ life time
-
-
 def test_one_strategy_at_a_time() -> None:
     with unitrain.init(backend="single"), pytest.raises(UsageError, match=r"call its close\(\) first"):
         unitrain.init(backend="single")
@@ -158,9 +149,6 @@ def test_a_refused_init_leaves_the_way_free() -> None:
     with pytest.raises(ConfigError):
         unitrain.init(backend="sinlge")
     unitrain.init(backend="single")
-
-
-# ----------------------------------------------------------------------------------------- what can't be honoured
 
 
 @pytest.mark.parametrize(
@@ -222,9 +210,6 @@ def test_advice_on_idle_gpus(launcher: str, world_size: int, gpus: int, said: li
     lines = advice(Launch(launcher, world_size=world_size), gpus)
     assert len(lines) == bool(said)
     assert all(part in lines[0] for part in said)
-
-
-# ------------------------------------------------------------------------------------------- the process's state
 
 
 def _drawn() -> tuple[float, float, float]:

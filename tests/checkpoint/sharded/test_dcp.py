@@ -29,6 +29,9 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 import unitrain
 from unitrain import CheckpointError
+from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.located import Located, Manifest
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 NESTED = StateDictOptions()
@@ -237,3 +240,33 @@ def test_damaged_checkpoints_are_refused_and_run_no_code(
     with pytest.raises(CheckpointError, match=r"could not be read: |the checkpoint is damaged: "):
         checkpoint.resume(tmp_path / "dcp")
     assert not Path("harm").exists()
+
+
+MADE: dict[str, Callable[[], Tensor]] = {
+    "contiguous": lambda: torch.randn(5, 3),
+    "transposed": lambda: torch.randn(3, 5).t(),
+    "view": lambda: torch.randn(9, 3)[4:],
+    "conjugate": lambda: torch.randn(5, 3, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(5, 3, dtype=torch.complex64).conj().imag,
+    "flags": lambda: torch.rand(7) > 0.5,
+    "number": lambda: torch.randn((), dtype=torch.float64),
+    "empty": lambda: torch.randn(0, 3),
+    "bfloat16": lambda: torch.randn(11).bfloat16(),
+}
+
+
+def stored_at(folder: Path, metadata: bytes) -> Stored:
+    return Stored(Located(Disk(folder), "", Manifest(step=0, strategy={}, config={}, files={})), metadata)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_tensors_that_torch_has_written_are_read_with_their_elements(name: str, tmp_path: Path) -> None:
+    state = {f"{name}.{number}": MADE[name]() for number in range(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    stored = stored_at(tmp_path, (tmp_path / METADATA).read_bytes())
+    targets = {key: stored.layout[key].new() for key in state}
+    stored.read({key: (target, Region.rows(0, target)) for key, target in targets.items()})
+    for key, target in targets.items():
+        assert torch.equal(target, state[key])

@@ -108,6 +108,13 @@ def test_rows_are_collated_as_torch_does(layout: str) -> None:
                 assert mine.tolist() == its.tolist()
 
 
+def test_a_batch_of_rows_is_a_copy() -> None:
+    batch = collated_rows(ROWS, [0, 1])
+    assert batch is not None
+    batch[0].zero_()
+    assert ROWS.tensors[0].tolist() == torch.arange(12.0).reshape(6, 2).tolist()
+
+
 def test_what_is_not_plain_is_read_one_by_one() -> None:
     plain = torch.arange(6.0)
     for tensor in (plain.clone().requires_grad_(), nn.Parameter(plain), plain.to_sparse(), plain.to("meta")):

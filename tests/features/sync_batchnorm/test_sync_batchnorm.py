@@ -222,6 +222,19 @@ def test_a_process_that_splits_batches_over_several_devices_is_refused(monkeypat
         unitrain.init(backend="data_parallel", device="cpu", sync_batchnorm=True)
 
 
+@pytest.mark.all("test_compile.py compiles such layers on two ranks")
+@on_ranks()
+def test_they_are_exported_without_graph_breaks() -> None:
+    with _open() as strategy:
+        layers = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.BatchNorm2d(CHANNELS, momentum=None)).double()
+        batch_norm.synchronise(layers, strategy.communicator, strategy._step.batches.current_batch)
+        x = _batch(3, (4, 5), strategy.rank)
+        explained = torch._dynamo.explain(layers)(x)
+        assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.export.export(layers, (x,)).module()(x), layers(x), rtol=0, atol=0)
+
+
 def test_no_layer_waits_for_a_gpu() -> None:
     with Waits() as waits:
         ranks = LayerContext(communicator_on_gpu(), CurrentBatch())

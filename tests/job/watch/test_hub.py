@@ -164,9 +164,6 @@ def test_nobody_stops_once_one_has_left(job: Job) -> None:
     assert job.sent == []
 
 
-# ------------------------------------------------------------------------------------------------- of one process
-
-
 def test_boundaries_are_passed_until_the_one_agreed_on() -> None:
     pulse = Pulse()
     boundaries = Boundaries(pulse)
