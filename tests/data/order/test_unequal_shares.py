@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_statistics_that_are_not_synchronised_are_averaged_by_shares() -> None:
         model = strategy.prepare(nn.Sequential(*layers))
         model(torch.full((4, 1), float(strategy.rank)))
         with strategy.evaluation(model):
-            buffers = dict(strategy.unwrap(model).named_buffers())
+            buffers: dict[str, Any] = dict(strategy.unwrap(model).named_buffers())
             assert (buffers["0.running_mean"], buffers["0.num_batches_tracked"]) == (0.25, 1)
 
 
