@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 from needs import FSDP_IN_16_BITS, GPU, compiled_by
 from partly_used import PartlyUsed
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -29,6 +29,7 @@ from unitrain import BackendError, ConfigError, UsageError
 from unitrain.features.ema import EMA
 from unitrain.job.starting.spawn import spawn_environments
 from unitrain.testing import ranks
+from unitrain.testing.models import step_by_hand
 
 WORDS, WIDTH, LENGTH, SAMPLES, BATCH = 17, 8, 6, 22, 7
 EXACT = 1e-9
@@ -252,9 +253,9 @@ def test_a_rank_has_its_share_of_weights_and_state_and_nothing_more(tmp_path: Pa
 # ------------------------------------------------------------------------------------------------------ preparation
 
 
-def prepare_in_orders() -> list[str]:
-    """Return the error for an optimizer that is left out; assert that the others train the same."""
-    results, said = [], []
+@on_ranks()
+def test_the_optimizer_may_be_made_and_prepared_before_or_after_and_is_refused_if_it_is_left_out() -> None:
+    results = []
     for order in ("together", "optimizer later", "optimizer made later", "left out"):
         with unitrain.init(backend="fsdp", precision="fp64", device="cpu", timeout_s=30) as strategy:
             torch.manual_seed(strategy.rank)  # rank 0's weights and state count
@@ -277,33 +278,29 @@ def prepare_in_orders() -> list[str]:
                 optimizer, scheduler = strategy.prepare(optimizer, StepLR(optimizer, 1, 0.5))
             assert stale.numel() == 0, "it takes no memory, and whoever uses it fails"
             loss = module(torch.ones(2, 5, dtype=torch.float64)).square().mean()
-            try:
-                strategy.step(loss, optimizer, scheduler)
-            except UsageError as error:
-                said.append(str(error))
-            else:
-                assert optimizer.param_groups[0]["lr"] == 0.05
-                results.append(strategy.export(module).state_dict())
+            if order == "left out":
+                said = (
+                    r"4 parameters \(0\.weight, 0\.bias, 1\.weight, \.\.\.\) that prepare\(\) has replaced, .*pass the"
+                )
+                with pytest.raises(UsageError, match=said):
+                    strategy.step(loss, optimizer, scheduler)
+                break
+            strategy.step(loss, optimizer, scheduler)
+            assert optimizer.param_groups[0]["lr"] == 0.05
+            results.append(strategy.export(module).state_dict())
     for other in results[1:]:
         assert all(map(torch.equal, results[0].values(), other.values()))
-    return said
 
 
-def test_the_optimizer_may_be_made_and_prepared_before_or_after_and_is_refused_if_it_is_left_out() -> None:
-    for said in run_ranks(prepare_in_orders):
-        assert len(said) == 1
-        assert "4 parameters (0.weight, 0.bias, 1.weight, ...) that prepare() has replaced," in said[0]
-        assert "pass the optimizer to prepare()" in said[0]
-
-
-def outputs_after_steps() -> list[tuple[Tensor, Tensor]]:
-    """Call a model between steps in all ways that gather weights. Return what it computes, and what an export does."""
-    found = []
+@on_ranks()
+def test_weights_that_were_gathered_before_a_step_are_not_used_after_it() -> None:
+    """In all ways that gather weights."""
     words, following = texts()[:4]
     for reshard in (True, False):
         settings = {"reshard_after_forward": reshard}
         with unitrain.init(backend="fsdp", fsdp=settings, precision="fp64", device="cpu", timeout_s=30) as strategy:
             model, optimizer, _ = strategy.prepare(*made())
+            found = []
             for _ in range(2):
                 strategy.backward(loss_of(model, words, following), optimizer)
                 with strategy.evaluation(model):
@@ -311,74 +308,58 @@ def outputs_after_steps() -> list[tuple[Tensor, Tensor]]:
                 model(words)  # without a backward
                 strategy.update(optimizer)
                 with strategy.evaluation(model):
-                    found.append((model(words), strategy.export(model)(words).detach()))
-    return found
+                    found.append(model(words))
+                    torch.testing.assert_close(found[-1], strategy.export(model)(words).detach(), rtol=0, atol=EXACT)
+            assert not torch.equal(found[0], found[1])
 
 
-def test_weights_that_were_gathered_before_a_step_are_not_used_after_it() -> None:
-    for found in run_ranks(outputs_after_steps):
-        for computed, expected in found:
-            torch.testing.assert_close(computed, expected, rtol=0, atol=EXACT)
-        assert not torch.equal(found[0][0], found[1][0])
-
-
-def export_between_forward_and_backward() -> tuple[State, State]:
+@on_ranks()
+def test_an_export_has_the_weights_and_not_what_a_forward_has_made_of_them() -> None:
     settings = {"reshard_after_forward": False}
     with unitrain.init(backend="fsdp", fsdp=settings, precision="bf16", device="cpu", timeout_s=30) as strategy:
         model, _, _ = strategy.prepare(*made())
         before = strategy.export(model).state_dict()
         with strategy.autocast():
             model(texts()[:4][0])
-        return before, strategy.export(model).state_dict()
+        for name, weight in strategy.export(model).state_dict().items():
+            assert weight.dtype == torch.float32
+            assert torch.equal(weight, before[name]), name
 
 
-def test_an_export_has_the_weights_and_not_what_a_forward_has_made_of_them() -> None:
-    for before, after in run_ranks(export_between_forward_and_backward):
-        for name, weight in before.items():
-            assert after[name].dtype == torch.float32
-            assert torch.equal(after[name], weight), name
-
-
-def average(path: Path) -> tuple[State, State, State]:
-    """Train with an EMA. Return what was exported, what was saved, and what is resumed after another step."""
+@on_ranks()
+def test_an_average_of_weights_is_that_of_one_process(tmp_path: Path) -> None:
+    """Exported, saved, and loaded after another step."""
+    plain, by_itself, _ = made()
+    plain.double()
+    expected = {name: weight.clone() for name, weight in plain.state_dict().items()}
     with unitrain.init(backend="fsdp", precision="fp64", device="cpu", timeout_s=30) as strategy:
         model, optimizer, _ = strategy.prepare(*made())
         ema = strategy.add(EMA(model, 0.5))
         words, following = texts()[:4]
         for _ in range(3):
             strategy.step(loss_of(model, words, following), optimizer)
+            step_by_hand(loss_of(plain, words, following), by_itself)
+            for name, weight in plain.state_dict().items():
+                expected[name] = (expected[name] + weight) / 2
         with strategy.evaluation(ema):
             evaluated = float(loss_of(model, words, following))
         exported = strategy.export(ema)
         assert float(loss_of(exported, words, following)) == pytest.approx(evaluated, abs=EXACT)
-        strategy.save({"ema": ema, "optimizer": optimizer}, path)
-        saved = strategy.load(path)
+        strategy.save({"ema": ema, "optimizer": optimizer}, tmp_path / "average.pt")
+        saved = strategy.load(tmp_path / "average.pt")
         assert saved["optimizer"]["state"][0]["exp_avg"].shape == (WORDS, WIDTH)
         strategy.step(loss_of(model, words, following), optimizer)
         ema.load_state_dict(ema.state_dict())
-        return exported.state_dict(), saved["ema"], strategy.export(model).state_dict()
-
-
-def test_an_average_of_weights_is_that_of_one_process(tmp_path: Path) -> None:
-    model, optimizer, _ = made()
-    model.double()
-    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
-    words, following = texts()[:4]
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss_of(model, words, following).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        for name, weight in model.state_dict().items():
-            expected[name] = (expected[name] + weight) / 2
-    for exported, saved, trained in run_ranks(average, tmp_path / "average.pt"):
-        assert list(exported) == list(saved) == list(expected)
+        averaged, trained = exported.state_dict(), strategy.export(model).state_dict()
+        assert list(averaged) == list(saved["ema"]) == list(expected)
         for name, weight in expected.items():
-            torch.testing.assert_close(exported[name], weight, rtol=0, atol=EXACT, msg=name)
-            assert torch.equal(saved[name], exported[name])
-            assert name == "positions" or not torch.equal(trained[name], exported[name])
+            torch.testing.assert_close(averaged[name], weight, rtol=0, atol=EXACT, msg=name)
+            assert torch.equal(saved["ema"][name], averaged[name])
+            assert name == "positions" or not torch.equal(trained[name], averaged[name])
 
 
-def misuse() -> list[str]:
+@on_ranks()
+def test_what_can_t_be_done_with_shards_is_refused_with_a_remedy() -> None:
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         model, optimizer, _ = strategy.prepare(*made())
         words, following = texts()[:2]
@@ -386,31 +367,23 @@ def misuse() -> list[str]:
             strategy.step(model.head(torch.ones(1, WIDTH)).sum(), optimizer)  # a part, before the model: it is no root
         strategy.step(loss_of(model, words, following), optimizer)
         unused = strategy.prepare(PartlyUsed())
-        calls: list[Callable[[], object]] = [
-            lambda: strategy.all_reduce(next(iter(model.parameters()))),
-            lambda: strategy.prepare(nn.Sequential(model.blocks[0])),
-            lambda: strategy.prepare(nn.ModuleDict({"layer": nn.Linear(2, 2)})),
-            lambda: strategy.step(unused(torch.ones(1, 2)).sum(), SGD(unused.parameters(), lr=0.1)),
-        ]
-        said = []
-        for call in calls:
-            with pytest.raises(UsageError) as refused:
-                call()
-            said.append(str(refused.value))
-        return said
+        with pytest.raises(
+            UsageError, match=r"all_reduce does not support shards: pass strategy\.full_tensor\(tensor\)"
+        ):
+            strategy.all_reduce(next(iter(model.parameters())))
+        with pytest.raises(UsageError, match="sharded already, in part or whole"):
+            strategy.prepare(nn.Sequential(model.blocks[0]))
+        with pytest.raises(UsageError, match="a ModuleDict has no forward that could gather its weights"):
+            strategy.prepare(nn.ModuleDict({"layer": nn.Linear(2, 2)}))
+        said = (
+            r"2 parameters were not used .* \(unused\.weight, unused\.bias.* set fsdp\.find_unused_parameters to true"
+        )
+        with pytest.raises(UsageError, match=said):
+            strategy.step(unused(torch.ones(1, 2)).sum(), SGD(unused.parameters(), lr=0.1))
 
 
-def test_what_can_t_be_done_with_shards_is_refused_with_a_remedy() -> None:
-    for said in run_ranks(misuse):
-        reduced, shared, container, unused = said
-        assert "all_reduce does not support shards: pass strategy.full_tensor(tensor)" in reduced
-        assert "sharded already, in part or whole" in shared
-        assert "a ModuleDict has no forward that could gather its weights" in container
-        assert "2 parameters were not used in computing this step's loss (unused.weight, unused.bias" in unused
-        assert "set fsdp.find_unused_parameters to true" in unused
-
-
-def open_with_wrong_settings() -> None:
+@on_ranks()
+def test_wrong_settings_are_refused() -> None:
     for settings, said in (
         ({"communication": "nccl"}, "is nccl, but torch.distributed does not have nccl for devices of type cpu"),
         (
@@ -422,10 +395,6 @@ def open_with_wrong_settings() -> None:
             unitrain.init(backend="fsdp", device="cpu", fsdp=settings, timeout_s=30).prepare(made()[0])
 
 
-def test_wrong_settings_are_refused() -> None:
-    run_ranks(open_with_wrong_settings)
-
-
 def test_a_torch_that_is_too_old_is_refused_with_the_oldest_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
     with pytest.raises(BackendError, match=rf"needs torch 2\.13 or newer, and this is {re.escape(torch.__version__)}"):
@@ -435,24 +404,15 @@ def test_a_torch_that_is_too_old_is_refused_with_the_oldest_that_will_do(monkeyp
 # ---------------------------------------------------------------------------------------------------------- offload
 
 
-def offload_on_a_cpu() -> tuple[str, list[str], tuple[list[float], State, float]]:
-    """Return the error for fp16, the warnings on a CPU, and what is trained there."""
-    said = ""
-    try:
+@on_ranks()
+def test_offload_is_without_effect_on_a_cpu_and_refused_with_fp16() -> None:
+    with pytest.raises(ConfigError, match=r"fsdp\.cpu_offload does not support fp16"):
         unitrain.init(backend="fsdp", device="cpu", precision="fp16", fsdp={"cpu_offload": True})
-    except ConfigError as error:
-        said = str(error)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = train(1, {"backend": "fsdp", "fsdp": {"cpu_offload": True}})
-    return said, [str(warning.message) for warning in caught], found
-
-
-def test_offload_is_without_effect_on_a_cpu_and_refused_with_fp16() -> None:
-    for said, warned, found in run_ranks(offload_on_a_cpu):
-        assert "fsdp.cpu_offload does not support fp16" in said
-        assert any("fsdp.cpu_offload has no effect on a CPU" in one for one in warned)
-        assert_close(found, by_hand(1))
+    assert any("fsdp.cpu_offload has no effect on a CPU" in str(warning.message) for warning in caught)
+    assert_close(found, by_hand(1))
 
 
 def train_offloaded(epochs: int, folder: str) -> tuple[list[float], State, set[str]]:
@@ -482,16 +442,6 @@ def test_offloaded_shards_are_in_host_memory_and_train_the_same(tmp_path: Path) 
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
-
-
-@pytest.mark.all("test_checkpoint.py goes on in another world")
-def test_a_checkpoint_is_resumed_by_any_backend_on_any_number_of_ranks(tmp_path: Path) -> None:
-    expected = by_hand(4)
-    for epoch, (backend, world) in enumerate([("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("single", 1)]):
-        for found in run_ranks(train, epoch + 1, {"backend": backend}, str(tmp_path), nprocs=world):
-            assert len(found[0]) == 4
-            assert found[0] == pytest.approx(expected[0][4 * epoch : 4 * epoch + 4], abs=EXACT), (backend, world)
-    assert_close(found, expected, first=3)
 
 
 # ------------------------------------------------------------------------------------------------------- hosts

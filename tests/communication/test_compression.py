@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from needs import HOROVOD
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -32,17 +33,17 @@ def train(settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("backend", "launcher", "compression"),
+    ("backend", "compression"),
     [
-        ("ddp", "spawn", "fp16"),
-        ("ddp", "spawn", "bf16"),
-        pytest.param("horovod", "horovodrun", "fp16", marks=HOROVOD),
+        ("ddp", "fp16"),
+        ("ddp", "bf16"),
+        pytest.param("horovod", "fp16", marks=HOROVOD),
     ],
 )
-def test_compressed_gradients_are_near_and_equal_on_all_ranks(backend: str, launcher: str, compression: str) -> None:
+def test_compressed_gradients_are_near_and_equal_on_all_ranks(backend: str, compression: str) -> None:
     plain, _ = train({"backend": "single"})
     settings = {"backend": backend, "compression": compression}
-    (first, sent), (second, _) = run_ranks(train, settings, launcher=launcher)  # type: ignore[arg-type]
+    (first, sent), (second, _) = run_ranks(train, settings)
     assert torch.equal(first, second)
     difference = (first - plain).abs().max()
     assert 0 < difference < 5e-3  # rounded, so not the same; and no more than rounded
@@ -50,23 +51,21 @@ def test_compressed_gradients_are_near_and_equal_on_all_ranks(backend: str, laun
         assert sent == {torch.float16}
 
 
-@pytest.mark.parametrize(
-    ("backend", "launcher"), [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD)]
-)
-def test_a_model_whose_own_weights_are_bf16_trains(backend: str, launcher: str) -> None:
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
+def test_a_model_whose_own_weights_are_bf16_trains(backend: str) -> None:
     plain, _ = train({"backend": "single"}, torch.bfloat16)
-    ranks = run_ranks(train, {"backend": backend}, torch.bfloat16, launcher=launcher)  # type: ignore[arg-type]
+    ranks = run_ranks(train, {"backend": backend}, torch.bfloat16)
     assert torch.equal(ranks[0][0], ranks[1][0])
     assert (ranks[0][0] - plain).abs().max() < 2e-2
 
 
 @HOROVOD
 @pytest.mark.parametrize("compression", ["bf16", "powersgd"])
-def test_what_horovod_cannot_send_is_refused(compression: str) -> None:
-    with pytest.raises(
-        unitrain.ConfigError, match=rf"compression '{compression}' is not supported by backend 'horovod'"
-    ):
-        run_ranks(train, {"backend": "horovod", "compression": compression}, launcher="horovodrun")
+@on_ranks(launcher="horovodrun")
+def test_what_horovod_cannot_send_is_refused(compression: Any) -> None:
+    said = f"compression '{compression}' is not supported by backend 'horovod', which supports"
+    with pytest.raises(unitrain.ConfigError, match=said):
+        unitrain.init(backend="horovod", compression=compression)
 
 
 def test_alone_there_is_nothing_to_compress() -> None:
@@ -151,42 +150,20 @@ def learn_with_full_rank(settings: dict[str, Any], steps: int, shares: tuple[int
     return learn(settings, steps, shares)
 
 
-def not_finite() -> int:
+@on_ranks()
+def test_all_ranks_see_through_powersgd_what_is_not_finite_on_one() -> None:
     with unitrain.init(**powersgd(2)) as strategy:
         model, optimizer = strategy.prepare(module := nn.Linear(64, 64), torch.optim.SGD(module.parameters(), lr=0.1))
-        for step in range(6):
+        for step in range(5):
             rows = torch.ones(2, 64) if step < 4 or strategy.rank == 0 else torch.full((2, 64), float("nan"))
-            try:
+            with pytest.raises(unitrain.Stopped) if step == 4 else nullcontext():
                 strategy.step(model(rows).square().mean(), optimizer)
-            except unitrain.Stopped:
-                return step
-        return -1
 
 
-def test_all_ranks_see_through_powersgd_what_is_not_finite_on_one() -> None:
-    assert run_ranks(not_finite) == [4, 4]
-
-
-def idle_layer() -> bool:
+@on_ranks()
+def test_powersgd_of_nothing_is_nothing() -> None:
     with unitrain.init(**powersgd(2)) as strategy:
         model, optimizer = strategy.prepare(module := nn.Linear(64, 64), torch.optim.SGD(module.parameters(), lr=0.1))
         for _ in range(5):
             strategy.step((0 * model(torch.ones(2, 64))).sum(), optimizer)
-        return all(bool(torch.isfinite(p).all()) for p in model.parameters())
-
-
-def test_powersgd_of_nothing_is_nothing() -> None:
-    assert run_ranks(idle_layer) == [True, True]
-
-
-def draws() -> tuple[float, float]:
-    with unitrain.init(backend="ddp", seed=3) as strategy:
-        shared = torch.rand(()).item()
-        strategy.prepare(nn.Linear(1, 1))
-        return shared, torch.rand(()).item()
-
-
-def test_ranks_draw_alike_until_prepare_and_apart_after() -> None:
-    (shared, own), (also_shared, other) = run_ranks(draws)
-    assert shared == also_shared
-    assert own != other
+        assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from needs import HOROVOD
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor, nn
 
 import unitrain
 from unitrain.communication import state_transfer
 from unitrain.communication.state_transfer import SentState, broadcast_tensors, outline
 
-WORLDS = [("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.complex64, torch.complex128, torch.float8_e4m3fn,
@@ -36,26 +35,24 @@ def tensors(rank: int) -> list[Tensor]:
     ]
 
 
-def stream(backend: str, size: int) -> list[bool]:
-    """Return whether each tensor has become rank 0's, in place."""
+@pytest.mark.parametrize("size", [100, 2**20])
+@pytest.mark.parametrize(("backend", "nprocs"), [("ddp", 3), pytest.param("horovod", 2, marks=HOROVOD)])
+@on_ranks()
+def test_tensors_of_every_kind_become_rank_0_s_bit_for_bit(backend: str, nprocs: int, size: int) -> None:
     state_transfer.BUFFER_BYTES = size
     with unitrain.init(backend=backend, device="cpu") as strategy:
         own, expected = tensors(strategy.rank), tensors(0)
         strides = [tensor.stride() for tensor in own]
         broadcast_tensors(strategy.communicator, own, own)
         assert [tensor.stride() for tensor in own] == strides
-        return [torch.equal(one.view(torch.uint8), other.view(torch.uint8)) if one.dtype == torch.float8_e4m3fn
-                else torch.equal(one, other) for one, other in zip(own, expected, strict=True)]  # fmt: skip
+        assert strategy.world_size == nprocs
+        for one, other in zip(own, expected, strict=True):
+            in_bytes = one.dtype == torch.float8_e4m3fn  # which torch can't compare
+            assert torch.equal(*(x.view(torch.uint8) if in_bytes else x for x in (one, other))), one.dtype
 
 
-@pytest.mark.parametrize("size", [100, 2**20])
-@pytest.mark.parametrize(("backend", "world", "launcher"), WORLDS)
-def test_tensors_of_every_kind_become_rank_0_s_bit_for_bit(backend: str, world: int, launcher: Any, size: int) -> None:
-    for same in run_ranks(stream, backend, size, nprocs=world, launcher=launcher):
-        assert all(same), same
-
-
-def nested() -> bool:
+@on_ranks()
+def test_nested_state_keeps_its_structure_and_uses_the_memory_of_the_receiver() -> None:
     with unitrain.init(backend="ddp", device="cpu") as strategy:
         main = strategy.is_main
         value: Any = OrderedDict(a=[torch.arange(3.0), ("text", None)], b={7: (torch.ones(()), 2**70)})
@@ -69,11 +66,7 @@ def nested() -> bool:
         assert made["b"][7][0].shape == ()
         assert type(made) is OrderedDict
         assert made._metadata == {"": {"version": 2}}  # type: ignore[attr-defined]
-        return bool(made["a"][1] == ("text", None) and made["b"][7][1] == 2**70)
-
-
-def test_nested_state_keeps_its_structure_and_uses_the_memory_of_the_receiver() -> None:
-    assert run_ranks(nested) == [True, True]
+        assert (made["a"][1], made["b"][7][1]) == (("text", None), 2**70)
 
 
 def test_a_new_tensor_has_the_memory_format_of_its_source() -> None:

@@ -71,9 +71,6 @@ def test_contract(request: pytest.FixtureRequest, world: World, duty: Duty) -> N
     check(request, world, duty)
 
 
-# --------------------------------------------------------------------------------------- what DDP does in its own way
-
-
 DDP_OPTIONS = (
     {"static_graph": True},
     {"gradient_as_bucket_view": False},
@@ -105,9 +102,6 @@ def test_ddp_averages_sparse_gradients_and_refuses_what_its_wrapper_does_not_see
         assert sparse == ""
         assert "add the losses" in trunk
         assert "Call the model that prepare() returned" in module
-
-
-# --------------------------------------------------------------------------------------------------------- plug-ins
 
 
 def test_backend_of_a_third_party_is_listed_but_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:

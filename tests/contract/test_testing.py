@@ -15,8 +15,6 @@ import pytest
 from unitrain import ConfigError, LaunchError
 from unitrain.launch.detect import detect
 from unitrain.testing.attempts import Outcomes, try_duties
-from unitrain.testing.contract import parameters
-from unitrain.testing.duties import DUTIES, STARTS
 from unitrain.testing.duty import Duty, everywhere
 from unitrain.testing.worlds import World, find_worlds
 
@@ -80,20 +78,6 @@ def test_a_duty_that_hangs_fails_itself_and_says_where() -> None:
     assert "in hang_on_rank_0" in outcomes["hang_on_rank_0"]
 
 
-def crash_on_rank_1(world: World) -> None:
-    if rank() == 1:
-        signal.raise_signal(signal.SIGSEGV)
-    time.sleep(60)
-
-
-def test_a_crash_says_where() -> None:
-    why = outcomes_of(duty(crash_on_rank_1))["crash_on_rank_1"]
-    assert "was killed by SIGSEGV" in why
-    assert "in crash_on_rank_1" in why
-    assert "frame #1: " in why  # of C++
-    assert "Extension modules" not in why  # so long that the stack might not be shown
-
-
 def end_badly(world: World) -> None:
     atexit.register(os._exit, 3)
 
@@ -121,14 +105,6 @@ def test_what_ranks_return_is_judged_outside_of_them_and_ends_nothing() -> None:
     assert "demand of fine['there']\nnobody-x2 says ['there0', 'there1']" in outcomes["fine['there']"]
 
 
-def return_what_cannot_be_pickled(world: World) -> Any:
-    return lambda: None
-
-
-def test_what_can_not_be_brought_back_is_a_failure() -> None:
-    assert "pickle" in outcomes_of(duty(return_what_cannot_be_pickled))["return_what_cannot_be_pickled"]
-
-
 def raise_error(world: World, text: str) -> None:
     if text:
         raise ZeroDivisionError(text)
@@ -151,83 +127,6 @@ def write_to_the_folder(world: World) -> None:
 def test_the_ranks_of_a_duty_share_an_empty_folder() -> None:
     outcomes = outcomes_of(duty(write_to_the_folder), duty(fine), limit_s=10)
     assert outcomes == {"write_to_the_folder": "", "fine": ""}
-
-
-# ------------------------------------------------------------------------------------------------------ as tests
-
-
-TESTS = """
-import os
-from dataclasses import replace
-from pathlib import Path
-
-import pytest
-
-from unitrain.testing.contract import check
-from unitrain.testing.duties import DUTIES
-from unitrain.testing.worlds import World
-
-def note(world, name):
-    Path(__file__).with_name(f"{name} in {os.getpid()}").touch()
-
-def fail(world, name):
-    note(world, name)
-    raise ZeroDivisionError("on purpose")
-
-# In place of duties that stand together.
-stands_in = {
-    "reductions": note, "nan_in_reductions": note, "same_bits_on_all_ranks": fail, "starts_as_often_as_asked": note,
-    "several_calls_at_once": fail,
-}  # fmt: skip
-duties = [
-    replace(DUTIES[name], function=function, arguments=(name,), judge=None) for name, function in stands_in.items()
-]
-
-@pytest.mark.parametrize("world", [World("nobody", 2)], ids=str)
-@pytest.mark.parametrize("duty", duties, ids=lambda duty: duty.name)
-def test_contract(request, world, duty):
-    check(request, world, duty)
-"""
-
-
-def test_what_is_tested_of_a_group_is_started_once_and_again_after_a_failure(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_them=TESTS)
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "not nan_in_reductions")
-    result.assert_outcomes(passed=2, failed=2, deselected=1)
-    result.stdout.fnmatch_lines(
-        [
-            "rank *: Traceback (most recent call last):",
-            "ZeroDivisionError: on purpose",
-            "*test_contract?several_calls_at_once-nobody-x2*",
-            "nobody-x2 fails the duty: *",
-            "ZeroDivisionError: on purpose",
-        ]
-    )
-    by_process: dict[str, set[str]] = {}
-    for path in pytester.path.glob("* in *"):
-        name, _, pid = path.name.partition(" in ")
-        by_process.setdefault(pid, set()).add(name)
-    first, second = {"reductions", "same_bits_on_all_ranks"}, {"starts_as_often_as_asked", "several_calls_at_once"}
-    assert sorted(map(sorted, by_process.values())) == sorted(map(sorted, [first, first, second, second]))
-
-
-# ------------------------------------------------------------------------------------------------ duties and worlds
-
-
-def test_every_duty_says_what_it_demands_and_is_started_with_others() -> None:
-    assert all(one.demand.endswith(".") and len(one.demand) > 20 for one in DUTIES.values())
-    assert {one.module for one in DUTIES.values()} == {module for modules in STARTS for module in modules}
-
-
-def test_what_is_owed_follows_from_what_a_backend_says_of_itself() -> None:
-    def owed(world: World) -> set[str]:
-        return {parameter.values[1].name for parameter in parameters([world])}
-
-    by_name = owed(World("horovod", 2)) - owed(World("ddp", 2))
-    assert by_name == {"calls_in_another_order"}
-    by_order = owed(World("ddp", 2)) - owed(World("horovod", 2))
-    assert by_order == {"trains_as_one_device[bf16_gradients]"}
-    assert owed(World("ddp", 1)) == owed(World("single", 1)) < owed(World("ddp", 3)) < owed(World("ddp", 2))
 
 
 def test_worlds_are_those_that_a_backend_would_see() -> None:

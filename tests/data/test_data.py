@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import unitrain
 from unitrain import Strategy
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        yield strategy
 
 
 class Records(Dataset[dict[str, Any]]):

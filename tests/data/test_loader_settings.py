@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,14 +9,7 @@ import torch
 from pretended import pretended_rank
 from torch.utils.data import DataLoader
 
-import unitrain
 from unitrain import ConfigError, DataError, Strategy
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        yield strategy
 
 
 @pytest.mark.parametrize(

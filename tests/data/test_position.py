@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -184,20 +183,6 @@ def values(loader: Loader, count: int | None = None) -> list[int]:
     return [sample for batch in trained(loader, count) for sample in batch.tolist()]
 
 
-def test_a_state_is_plain_data_that_torch_loads_without_running_code() -> None:
-    loader = plain_loader()
-    values(loader, 2)
-    file = io.BytesIO()
-    torch.save(loader.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert state == loader.state_dict()
-    assert (state["seed"], state["epoch"], state["consumed"], state["length"]) == (0, 0, 8, 20)
-    other = plain_loader()
-    other.load_state_dict(state)
-    assert values(other) == values(plain_loader())[8:]
-
-
 def test_batches_that_workers_have_only_prefetched_are_not_consumed() -> None:
     loader = plain_loader(num_workers=2, prefetch_factor=2)
     values(loader, 1)
@@ -205,17 +190,6 @@ def test_batches_that_workers_have_only_prefetched_are_not_consumed() -> None:
     other = plain_loader()
     other.load_state_dict(loader.state_dict())
     assert values(other) == values(plain_loader())[4:]
-
-
-def test_a_state_of_an_ended_epoch_begins_the_next() -> None:
-    loader = plain_loader()
-    first, second = values(loader), values(loader)
-    assert first != second
-    assert loader.state_dict() == {**plain_loader().state_dict(), "epoch": 2}
-    other = plain_loader()
-    other.load_state_dict({**loader.state_dict(), "epoch": 1})
-    assert other.epoch == 1
-    assert values(other) == second
 
 
 def test_a_loop_that_does_not_ask_for_the_resumed_epoch_is_warned_of() -> None:
@@ -238,11 +212,6 @@ def test_a_script_that_counts_the_epochs_of_a_loader_may_go_round_another(recwar
         rows = itertools.chain.from_iterable(itertools.repeat(noise))
         assert [len(batch) + len(next(rows)) for _ in train.epochs(3) for batch in train] == [8] * 4
     assert not [str(warning.message) for warning in recwarn if "resumed in epoch" in str(warning.message)]
-
-
-def test_set_epoch_is_not_needed() -> None:
-    with pytest.raises(UsageError, match=r"loader shuffles anew in each epoch\. Remove the call"):
-        plain_loader().set_epoch(1)
 
 
 def test_a_state_after_the_last_batch_leaves_the_epoch_to_be_closed() -> None:
@@ -306,9 +275,6 @@ def test_training_goes_on_after_a_state_was_loaded_within_a_window() -> None:
     assert stepped == [False, True, False, True]
 
 
-# ---------------------------------------------------------------------------------------------- what does not fit
-
-
 def test_a_dataset_of_another_length_is_refused() -> None:
     with pytest.raises(CheckpointError, match="of 20 samples, but this one has 21"):
         plain_loader(21).load_state_dict(plain_loader(20).state_dict())
@@ -351,9 +317,6 @@ def test_the_order_goes_on_by_the_seed_of_the_state() -> None:
 def test_only_rank_0_warns() -> None:
     loader = pretended_rank(1, 2, seed=5).dataloader(Numbers(20), global_batch_size=4)
     loader.load_state_dict(plain_loader().state_dict())  # a warning would be an error
-
-
-# ------------------------------------------------------------------------------------------------------ any length
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

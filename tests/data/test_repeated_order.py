@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import unitrain
 from unitrain import Strategy
 from unitrain.data import Loader
 
 DATA = TensorDataset(torch.randn(12, 2))
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        yield strategy
 
 
 def prepared(strategy: Strategy) -> tuple[nn.Module, torch.optim.Optimizer]:

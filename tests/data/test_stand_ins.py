@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -137,21 +137,19 @@ def train_all(backend: str, names: list[str]) -> list[Trained]:
 
 @pytest.mark.slow("trains a language model")
 @pytest.mark.parametrize(
-    ("backend", "names", "launcher"),
+    ("backend", "names"),
     [
-        ("ddp", PLAIN, "spawn"),
-        ("fsdp", PLAIN, "spawn"),
-        pytest.param("fsdp", CHANGED, "spawn", marks=pytest.mark.all("three more language models")),
-        pytest.param("horovod", PLAIN, "horovodrun", marks=[HOROVOD, pytest.mark.soak]),
+        ("ddp", PLAIN),
+        ("fsdp", PLAIN),
+        pytest.param("fsdp", CHANGED, marks=pytest.mark.all("three more language models")),
+        pytest.param("horovod", PLAIN, marks=[HOROVOD, pytest.mark.soak]),
     ],
 )
-def test_an_uneven_end_trains_like_one_process(
-    backend: str, names: list[str], launcher: Literal["spawn", "horovodrun"]
-) -> None:
+def test_an_uneven_end_trains_like_one_process(backend: str, names: list[str]) -> None:
     if "adapted" in names:
         pytest.importorskip("peft")
     [alone] = run_ranks(train_all, "single", names, nprocs=1, timeout=200)
-    for rank, results in enumerate(run_ranks(train_all, backend, names, nprocs=3, launcher=launcher, timeout=200)):
+    for rank, results in enumerate(run_ranks(train_all, backend, names, nprocs=3, timeout=200)):
         for name, found, expected in zip(names, results, alone, strict=True):
             assert found[2] == (EPOCHS if rank else 0), name
             assert found[0] == pytest.approx(expected[0], rel=0, abs=1e-9), name

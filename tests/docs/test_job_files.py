@@ -38,9 +38,6 @@ def document(title: str, script: Path | str, *flags: str, processes: int = 8) ->
     return yaml.safe_load(text.replace(shown[0], ", ".join(map(json.dumps, [str(script), *flags]))))
 
 
-# -------------------------------------------------------------------------------------------------------- Kubernetes
-
-
 def assert_the_operator_takes(document: dict[str, Any], model: str) -> None:
     """Assert that an operator's own model takes a job without a change, and Kubernetes its pods."""
     import kubeflow.training
@@ -117,9 +114,6 @@ def test_mpijob(expected: Weights, tmp_path: Path) -> None:
     assert_trained(tmp_path, expected, world_size=2)
 
 
-# ------------------------------------------------------------------------------------------------------------ Compose
-
-
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="needs Compose: apt-get install docker-compose")
 def test_compose(tmp_path: Path) -> None:
     """Compose's own parser takes it, and each container gets GPUs of its own."""
@@ -136,9 +130,6 @@ def test_compose(tmp_path: Path) -> None:
         assert service["hostname"] == name
     reserved = [services[name]["deploy"]["resources"]["reservations"]["devices"][0] for name in sorted(services)]
     assert [device["device_ids"] for device in reserved] == [["0", "1"], ["2", "3"]]
-
-
-# ------------------------------------------------------------------------------------------------------ batch scripts
 
 
 def script_in(folder: Path, title: str) -> Path:
@@ -192,9 +183,6 @@ def test_a_script_for_a_scheduler(kind: str, expected: Weights, tmp_path: Path) 
     environ = {**os.environ, **AS_ROOT, **given[kind], "UNITRAIN_BACKEND": "ddp", "PATH": f"{tmp_path}:{path()}"}
     subprocess.run(["bash", str(script_in(tmp_path, f"{kind}.sh"))], env=environ, check=True, timeout=120)
     assert_trained(tmp_path, expected, world_size=2)
-
-
-# ---------------------------------------------------------------------------------------------------------------- Ray
 
 
 @pytest.mark.launcher

@@ -60,10 +60,27 @@ def test_rank_0_killed_before_it_met_the_others(world: World, tmp_path: Path) ->
 
 
 @worlds(FORKED, soak=EVERY)
-def test_frozen(world: World, tmp_path: Path) -> None:
-    end = run(world, tmp_path, fault="stop:1:7")
-    end.assert_failed_within(HEARTBEAT_S + SLACK_S)
-    assert re.match(r"rank 1 on \S+ \(pid \d+\) sent no heartbeat for \d s; it was in .* after step \d", end.said(0))
+@pytest.mark.parametrize(
+    ("kind", "within_s", "said", "shown"),
+    [
+        ("stop", HEARTBEAT_S, r"sent no heartbeat for \d s; it was in .* after step \d", ""),
+        # No thread of the process can say where it is, but the interpreter's handler of fatal signals can.
+        ("hold-gil", HEARTBEAT_S, "sent no heartbeat", r"program.py\", line \d+ in <lambda>"),
+        ("exit", 3, "finished after step 7", ""),  # a rank that ends with status 0 while the others train
+        ("os-exit", 0, "ended without reporting an error", ""),
+        pytest.param(
+            *("segfault", 0, "ended without reporting an error", "Fatal Python error: Segmentation fault"),
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_a_rank_that_freezes_or_leaves(
+    world: World, kind: str, within_s: float, said: str, shown: str, tmp_path: Path
+) -> None:
+    end = run(world, tmp_path, fault=f"{kind}:1:7")
+    end.assert_failed_within(within_s + SLACK_S)
+    assert re.match(rf"rank 1 on \S+ \(pid \d+\) {said}", end.said(0))
+    assert re.search(shown, end.job.output)
 
 
 @worlds(FORKED, soak=EVERY)
@@ -75,38 +92,12 @@ def test_an_error_of_the_users(world: World, tmp_path: Path) -> None:
     assert len(re.findall("FAULTS\\[kind\\]\\(\\)", end.job.output)) == 1, "the user's traceback, once"
 
 
-@worlds(FORKED, soak=EVERY)
-def test_holding_the_gil(world: World, tmp_path: Path) -> None:
-    """No thread of the process can say where it is, but the interpreter's handler of fatal signals can."""
-    end = run(world, tmp_path, fault="hold-gil:1:7")
-    end.assert_failed_within(HEARTBEAT_S + SLACK_S)
-    assert re.match(r"rank 1 on \S+ \(pid \d+\) sent no heartbeat", end.said(0))
-    assert re.search(r"program.py\", line \d+ in <lambda>", end.job.output), "the stack of the frozen rank"
-
-
 @worlds(soak=EVERY)
 def test_endless_loop(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault="spin:1:7")
     end.assert_failed_within(TIMEOUT_S + 5 + 2 * SLACK_S)
     assert re.match(r"rank 1 on \S+ \(pid \d+\) did not reach the call that rank 0 waited in", end.said(0))
     assert re.search(r"program.py\", line \d+ in _spin", end.job.output), "the stack of the rank that hangs"
-
-
-@worlds(FORKED, soak=EVERY)
-def test_leaving_early(world: World, tmp_path: Path) -> None:
-    """A rank that ends with status 0 while the others train is a failure too."""
-    end = run(world, tmp_path, fault="exit:1:7")
-    end.assert_failed_within(3 + SLACK_S)
-    assert re.match(r"rank 1 on \S+ \(pid \d+\) finished after step 7", end.said(0))
-
-
-@worlds(FORKED, soak=EVERY)
-@pytest.mark.parametrize("kind", ["os-exit", pytest.param("segfault", marks=pytest.mark.soak)])
-def test_leaving_at_once(world: World, kind: str, tmp_path: Path) -> None:
-    end = run(world, tmp_path, fault=f"{kind}:1:7")
-    end.assert_failed_within(SLACK_S)
-    assert re.match(r"rank 1 on \S+ \(pid \d+\) ended without reporting an error", end.said(0))
-    assert kind == "os-exit" or "Fatal Python error: Segmentation fault" in end.job.output
 
 
 @worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN_DDP])

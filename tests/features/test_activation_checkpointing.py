@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from needs import HOROVOD, compiled_by
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
@@ -98,15 +98,12 @@ def test_losses_and_weights_are_the_same(nprocs: int, launcher: Any) -> None:
     run_ranks(_compare, nprocs=nprocs, launcher=launcher)
 
 
-def _compiled() -> None:
+@pytest.mark.soak
+@on_ranks(timeout=120)
+def test_compiled() -> None:
     with compiled_by("aot_eager"):
         _compare(compile=True)
     assert not torch._dynamo.utils.counters["graph_break"]
-
-
-@pytest.mark.soak
-def test_compiled() -> None:
-    run_ranks(_compiled, timeout=120)
 
 
 class Wide(nn.Module):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from needs import GPU, HOROVOD
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import nn
 from torch._utils import ExceptionWrapper
 
@@ -47,19 +47,18 @@ def find(backend: str, most: list[int]) -> list[Any]:
         return [size, sizes, strategy.gather([strategy.rank])]
 
 
-@pytest.mark.parametrize(
-    ("backend", "launcher"), [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD)]
-)
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
 def test_the_rank_with_the_least_memory_decides_and_leaves_no_other_waiting(
-    backend: str, launcher: Any, capsys: pytest.CaptureFixture[str]
+    backend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = run_ranks(find, backend, [10, 4], launcher=launcher)
+    first, second = run_ranks(find, backend, [10, 4])
     assert first == second == [3, [10, 5, 3], [0, 1]]
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("unitrain: micro_batch_size")]
     assert "micro_batch_size 3: 5 samples did not fit on rank 1 (DefaultCPUAllocator: can't allocate memory" in line
 
 
-def fail() -> None:
+@on_ranks()
+def test_what_does_not_fit_or_is_wrong_is_an_error_on_every_rank() -> None:
     with unitrain.init(backend="ddp", device="cpu", timeout_s=20) as strategy:
 
         def fails_on_rank_1(size: int) -> None:
@@ -81,10 +80,6 @@ def fail() -> None:
         strategy.prepare(nn.Linear(2, 2))
         with pytest.raises(UsageError, match=r"call it before strategy\.prepare"):
             find_micro_batch_size(strategy, lambda size: None, 8)
-
-
-def test_what_does_not_fit_or_is_wrong_is_an_error_on_every_rank() -> None:
-    run_ranks(fail)
 
 
 def test_what_an_attempt_has_allocated_is_freed_before_the_next() -> None:

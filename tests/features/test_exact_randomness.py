@@ -248,11 +248,6 @@ def test_rows_columns_and_draws_are_independent() -> None:
     assert abs(float((rows * other).mean())) * 12 < 4 / math.sqrt(rows.numel())
 
 
-def test_padding_changes_nothing_before_it() -> None:
-    short, long = draw((4, 3, 5)).below(0.5), draw((4, 6, 9)).below(0.5)
-    assert torch.equal(short, long[:, :3, :5])
-
-
 def test_the_hash_is_the_one_of_sample_seeds() -> None:
     golden = 0x9E3779B97F4A7C15 - 2**64
     found = mix(torch.arange(1, 100) * golden + 12345)

@@ -11,13 +11,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from needs import GPU, HOROVOD
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -68,18 +68,16 @@ def profiled(folder: Path, backend: str, ranks: list[int] | None) -> list[float]
 
 
 @pytest.mark.parametrize(
-    ("backend", "launcher", "averaging"),
+    ("backend", "averaging"),
     [
-        ("ddp", "spawn", {"gloo:all_reduce"}),
-        pytest.param(
-            "horovod", "horovodrun", {"unitrain: gradients.0.0", "unitrain: wait for gradients.0.0"}, marks=HOROVOD
-        ),
+        ("ddp", {"gloo:all_reduce"}),
+        pytest.param("horovod", {"unitrain: gradients.0.0", "unitrain: wait for gradients.0.0"}, marks=HOROVOD),
     ],
 )
 def test_a_trace_has_a_process_for_each_rank_with_what_it_did(
-    tmp_path: Path, backend: str, launcher: Literal["spawn", "horovodrun"], averaging: set[str]
+    tmp_path: Path, backend: str, averaging: set[str]
 ) -> None:
-    weights = run_ranks(profiled, tmp_path, backend, None, launcher=launcher)
+    weights = run_ranks(profiled, tmp_path, backend, None)
     assert weights[0] == weights[1]
     trace = events(tmp_path / "trace-step3.json.gz")
     for event in trace:
@@ -230,13 +228,13 @@ def signalled(folder: Path, backend: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "world", "launcher"),
-    [("single", 1, "spawn"), ("ddp", 2, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)],
+    ("backend", "world"),
+    [("single", 1), ("ddp", 2), pytest.param("horovod", 2, marks=HOROVOD)],
 )
 def test_a_signal_to_one_rank_begins_a_profile_of_all_as_often_as_it_comes(
-    tmp_path: Path, backend: str, world: int, launcher: Any, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, backend: str, world: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    weights = run_ranks(signalled, tmp_path, backend, nprocs=world, launcher=launcher)
+    weights = run_ranks(signalled, tmp_path, backend, nprocs=world)
     assert weights[0] == weights[-1]
     assert re.search(
         r"^unitrain: kill -USR2 \d+ on \S+ begins a profile of all ranks\.$", "".join(capfd.readouterr()), re.M
@@ -249,10 +247,12 @@ def test_a_signal_to_one_rank_begins_a_profile_of_all_as_often_as_it_comes(
             assert len(named(trace, "unitrain: backward", rank)) == 1
 
 
-def stopped(folder: Path) -> object:
+@pytest.mark.parametrize("nprocs", [1, 2])
+@on_ranks()
+def test_a_stop_is_not_lost_to_a_profile(tmp_path: Path, nprocs: int) -> None:
     with unitrain.init(device="cpu", timeout_s=60) as strategy:
-        strategy.add(Profile(folder, on_signal=signal.SIGUSR2))
-        strategy.checkpoint(folder / "checkpoints", partial=True)
+        strategy.add(Profile(tmp_path, on_signal=signal.SIGUSR2))
+        strategy.checkpoint(tmp_path / "checkpoints", partial=True)
 
         def each(strategy: Strategy, step: int) -> None:
             if strategy.is_main and step == 3:
@@ -262,12 +262,7 @@ def stopped(folder: Path) -> object:
 
         with pytest.raises(unitrain.Stopped) as end:
             train(strategy, 200, each)
-        return end.value.code
-
-
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_a_stop_is_not_lost_to_a_profile(tmp_path: Path, nprocs: int) -> None:
-    assert run_ranks(stopped, tmp_path, nprocs=nprocs) == [143] * nprocs
+        assert (end.value.code, strategy.world_size) == (143, nprocs)
 
 
 def test_a_trace_shows_how_much_memory_is_allocated(tmp_path: Path) -> None:

@@ -110,19 +110,19 @@ def rewound(folder: str, settings: dict[str, Any]) -> tuple[dict[int, State], in
 
 
 @pytest.mark.parametrize(
-    ("settings", "world", "launcher"),
+    ("settings", "world"),
     [
-        ({"backend": "single"}, 1, "spawn"),
-        ({"backend": "ddp", "shard_optimizer": True}, 2, "spawn"),
-        pytest.param({"backend": "horovod"}, 2, "horovodrun", marks=HOROVOD),
-        pytest.param({"backend": "fsdp"}, 2, "spawn", marks=pytest.mark.all("ddp has a sharded state, too")),
+        ({"backend": "single"}, 1),
+        ({"backend": "ddp", "shard_optimizer": True}, 2),
+        pytest.param({"backend": "horovod"}, 2, marks=HOROVOD),
+        pytest.param({"backend": "fsdp"}, 2, marks=pytest.mark.all("ddp has a sharded state, too")),
     ],
     ids=str,
 )
 def test_a_rewind_goes_back_to_a_copy_in_memory_with_everything_but_the_schedule(
-    settings: dict[str, Any], world: int, launcher: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    settings: dict[str, Any], world: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    runs = run_ranks(rewound, str(tmp_path), settings, nprocs=world, launcher=launcher)
+    runs = run_ranks(rewound, str(tmp_path), settings, nprocs=world)
     for after, steps in runs:
         (_, _, rate_before), (back, moments, rate_then), (on, _, rate_after) = (after[SPIKE_AT + i] for i in (-1, 0, 1))
         assert all(map(torch.equal, back, runs[0][0][COPIED_EVERY][0])), "copies are of steps 64 and 128"

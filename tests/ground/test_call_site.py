@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,6 @@ from torch import nn
 from torch.optim import SGD
 
 import unitrain
-from unitrain import call_site
-
-
-def test_current_is_this_line() -> None:
-    frame = inspect.currentframe()
-    assert frame is not None
-    assert call_site.current() == f"{__file__}:{frame.f_lineno}"
 
 
 def test_a_warning_of_a_loader_names_the_script(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from unitrain.process import kill_stalled, print_stderr, start_time
+from unitrain.process import kill_stalled, start_time
 
 PRINTS = """
 import os, sys, threading
@@ -109,11 +108,6 @@ def test_no_file_gets_the_number_of_a_closed_stream() -> None:
     assert run(script, "").returncode == 3
 
 
-def test_print_stderr_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
-    print_stderr("mine")
-    assert capsys.readouterr().err == "mine\n"
-
-
 def test_a_stalled_process_is_killed_although_the_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
         started = start_time(process.pid)
@@ -127,8 +121,3 @@ def test_a_stalled_process_is_killed_although_the_clock_was_set(monkeypatch: pyt
         kill_stalled(process.pid, started, aborts=True)
         assert process.wait(10) == -signal.SIGKILL
     kill_stalled(process.pid, started, aborts=True)  # it has ended by itself
-
-
-def test_start_time_is_that_of_psutil() -> None:
-    ticks = start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
-    assert psutil.boot_time() + ticks == pytest.approx(psutil.Process().create_time(), abs=2)

@@ -24,26 +24,6 @@ def drawn(count: int = 3) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_the_process_s_own_are_restored(odd: int) -> None:
-    seed_all(1)
-    drawn(odd)  # an odd number of normal numbers leaves one of a pair behind
-    expected = drawn()
-    seed_all(1)
-    drawn(odd)
-    with generators_restored():
-        seed_generators(TWO)
-        outer = drawn(2)
-        with generators_restored():
-            seed_generators(THREE)
-            assert not set(drawn()) & set(outer)
-        further = drawn()
-    assert drawn() == expected
-    with generators_restored():
-        seed_generators(TWO)
-        assert drawn(5) == outer + further
-
-
 def fail() -> None:
     with generators_restored():
         seed_generators(TWO)

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from needs import GPU
 
 from unitrain import rng
-
-
-def drawn() -> list[float]:
-    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(()))]
-
-
-def test_what_was_captured_is_drawn_again() -> None:
-    drawn()
-    state = rng.capture()
-    expected = drawn()
-    drawn()
-    rng.restore(state)
-    assert drawn() == expected
 
 
 def test_a_run_on_a_cpu_leaves_the_gpus_of_its_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:

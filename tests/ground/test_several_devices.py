@@ -131,9 +131,6 @@ def test_two_ranks_train_the_same_model(
         assert_same(one, plain, CPU_AND_LAZY)
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
-
-
 def refused() -> list[str]:
     use_lazy_device()
     said = []
@@ -164,9 +161,6 @@ def test_data_parallel_refuses_them_and_names_the_backends_that_don_t(monkeypatc
     monkeypatch.setattr("unitrain.backends.data_parallel.devices_of", lambda module: backend.devices)
     with pytest.raises(UsageError, match=r"on cuda:0, cuda:1, but DataParallel .* use backend single or ddp"):
         backend.place(model)
-
-
-# -------------------------------------------------------------------------------------------------------- on GPUs
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import nn
 
 import unitrain
@@ -29,7 +29,8 @@ class Autoencoder(nn.Module):
         return self.decode(self.encoder(x)) / self.temperature
 
 
-def use_the_wrapper_as_the_module() -> None:
+@on_ranks()
+def test_ddps_wrapper_names_the_module_that_a_script_means() -> None:
     with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
         module = Autoencoder()
         model: Any
@@ -51,7 +52,3 @@ def use_the_wrapper_as_the_module() -> None:
         assert strategy.unwrap(model) is module
         strategy.step(model(torch.ones(2, 4) * (strategy.rank + 1)).square().mean(), optimizer)
         strategy.check_in_sync(model)
-
-
-def test_ddps_wrapper_names_the_module_that_a_script_means() -> None:
-    run_ranks(use_the_wrapper_as_the_module)

@@ -122,9 +122,6 @@ def test_a_variable_that_contradicts_another() -> None:
         detect({**JOBS["horovodrun-gloo"], "HOROVOD_CROSS_SIZE": "2"})
 
 
-# ------------------------------------------------------------------------------------------ through unitrain.init
-
-
 def start(name: str, value: str | None, backend: str) -> tuple[float, str]:
     """Return how long init took, and the error that it ended with."""
     if "HOROVOD_RANK" in os.environ:

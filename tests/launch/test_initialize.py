@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from needs import HOROVOD
 from places import TESTS
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import nn
 
 import unitrain
@@ -44,9 +43,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], N
             monkeypatch.setenv(name, value)
 
     return put
-
-
-# ------------------------------------------------------------------------------------------------ backend="auto"
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -105,9 +101,6 @@ def test_alone_on_a_cpu() -> None:
     assert strategy.config.backend == "single"
 
 
-# --------------------------------------------------------------------------------- the world that would be seen
-
-
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("backend", ["single", "data_parallel", "horovod"])
 def test_n_copies_of_a_job_are_refused(environment: Any, name: str, backend: str) -> None:
@@ -126,26 +119,21 @@ def test_n_copies_of_a_job_are_refused(environment: Any, name: str, backend: str
     assert launch.evidence[0] in said
 
 
-def _adopt(close_twice: bool) -> tuple[str, str, int, float, bool]:
+@pytest.mark.parametrize("close_twice", [False, True])
+@on_ranks()
+def test_a_process_group_of_the_script_is_adopted_and_left(close_twice: bool) -> None:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     for name in ("UNITRAIN_LAUNCHER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         del os.environ[name]
     for _ in range(2 if close_twice else 1):
         strategy = unitrain.init(device="cpu")
-        total = float(strategy.all_reduce(torch.ones(())))
+        assert strategy.all_reduce(torch.ones(())) == 2
         strategy.close()
-    stays = dist.is_initialized() and dist.group.WORLD is group
+    assert dist.is_initialized()
+    assert dist.group.WORLD is group
     dist.destroy_process_group()
-    return strategy.config.backend, strategy.launch.launcher, strategy.world_size, total, stays
-
-
-@pytest.mark.parametrize("close_twice", [False, True])
-def test_a_process_group_of_the_script_is_adopted_and_left(close_twice: bool) -> None:
-    assert run_ranks(_adopt, close_twice) == [("ddp", "env", 2, 2.0, True)] * 2
-
-
-# ------------------------------------------------------------------------------------------------------ life time
+    assert (strategy.config.backend, strategy.launch.launcher, strategy.world_size) == ("ddp", "env", 2)
 
 
 def test_one_strategy_at_a_time() -> None:
@@ -161,9 +149,6 @@ def test_a_refused_init_leaves_the_way_free() -> None:
     with pytest.raises(ConfigError):
         unitrain.init(backend="sinlge")
     unitrain.init(backend="single")
-
-
-# ----------------------------------------------------------------------------------------- what can't be honoured
 
 
 @pytest.mark.parametrize(
@@ -185,16 +170,6 @@ def test_settings_with_effect_do_not_warn() -> None:
         warnings.simplefilter("error")
         copies = {"every": 0}
         unitrain.init(backend="ddp", ddp={"bucket_cap_mb": 1.0}, clip_norm=1.0, memory_copies=copies)
-
-
-def _bf16_on_horovod() -> None:
-    unitrain.init(backend="horovod", compression="bf16")
-
-
-@HOROVOD
-def test_compression_that_a_backend_lacks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compression 'bf16' is not supported by backend 'horovod', which supports"):
-        run_ranks(_bf16_on_horovod, launcher="horovodrun")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", "xpu", "gpu", "auto:0", "cpu:0"])
@@ -237,9 +212,6 @@ def test_advice_on_idle_gpus(launcher: str, world_size: int, gpus: int, said: li
     assert all(part in lines[0] for part in said)
 
 
-# ------------------------------------------------------------------------------------------- the process's state
-
-
 def _drawn() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
@@ -264,14 +236,6 @@ def test_seeds_are_shared_until_prepare_and_then_differ() -> None:
     assert len({*second[0], *second[1], *second[2]}) == 9
 
 
-def test_seed_0_and_1_differ() -> None:
-    draws = []
-    for seed in (0, 1, 0):
-        with unitrain.init(backend="single", seed=seed):
-            draws.append(_drawn())
-    assert draws[0] == draws[2] != draws[1]
-
-
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -285,14 +249,11 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_threads(cores) == default_threads(10 * cores) == 1
 
 
-def _threads() -> int:
+@on_ranks()
+def test_threads_are_shared_among_the_processes_of_a_host() -> None:
     os.environ.pop("OMP_NUM_THREADS", None)
     with unitrain.init():
-        return torch.get_num_threads()
-
-
-def test_threads_are_shared_among_the_processes_of_a_host() -> None:
-    assert run_ranks(_threads, nprocs=2) == [default_threads(2)] * 2
+        assert torch.get_num_threads() == default_threads(2)
 
 
 def _init_after(before: str, settings: dict[str, Any]) -> None:

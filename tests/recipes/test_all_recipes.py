@@ -85,8 +85,7 @@ def alone(data: Path) -> Callable[[str], Trained]:
 def test_ranks_train_the_model_of_one_process(
     alone: Callable[[str], Trained], data: Path, name: str, backend: str
 ) -> None:
-    launcher: Any = "horovodrun" if backend == "horovod" else "spawn"
-    lines, weights = run_ranks(train, data, name, backend, launcher=launcher, timeout=120)[0]
+    lines, weights = run_ranks(train, data, name, backend, timeout=120)[0]
     expected_lines, expected_weights = alone(name)
     for line, expected in zip(lines, expected_lines, strict=True):
         results = {key for key in line if re.search(r"epoch|step$|loss|map|accuracy|perplexity|distance|eer|dcf", key)}

@@ -13,7 +13,6 @@ from PIL import Image
 
 from unitrain import ConfigError, DataError
 from unitrain.recipes.object_detection import data as detection_data
-from unitrain.recipes.object_detection.shapes import CLASSES, draw
 
 OBJECT = "<object><name>{}</name><difficult>{}</difficult><bndbox>{}</bndbox></object>"
 EDGES = ("xmin", "ymin", "xmax", "ymax")
@@ -70,9 +69,6 @@ def make_voc(folder: Path) -> Path:
     return root
 
 
-# -------------------------------------------------------------------------------------------------------- the layouts
-
-
 def test_coco(tmp_path: Path) -> None:
     make_coco(tmp_path)
     data = detection_data.load(f"coco:{tmp_path}")
@@ -98,45 +94,6 @@ def test_voc(tmp_path: Path) -> None:
     assert target["boxes"].tolist() == [[10, 5, 30, 15]] * 3  # VOC counts pixels from 1
     assert target["labels"].tolist() == [2, 1, 1]
     assert target["iscrowd"].tolist() == [0, 1, 0]
-
-
-def test_shapes_are_the_same_everywhere_and_in_their_boxes() -> None:
-    data = detection_data.load("shapes:40")
-    assert data.classes == CLASSES
-    assert (len(data.train), len(data.validation)) == (40, 8)
-    assert {0} < {len(image.boxes) for image in data.train.images}  # some have none
-    assert len({image.width for image in data.train.images}) > 10
-    assert not any(torch.equal(data.validation[0][0], data.train[index][0]) for index in range(40))
-    pixels, boxes, labels = next(drawn for drawn in map(draw, range(40)) if len(drawn[1]) == 1)
-    x1, y1, x2, y2 = boxes[0].int().tolist()
-    colour = pixels[:, y2 - 1, (x1 + x2) // 2]
-    ys, xs = torch.where((pixels == colour[:, None, None]).all(0))
-    assert (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1) == (x1, y1, x2, y2) or labels[0] != 2
-    again = detection_data.load("shapes:40")
-    assert again.train.fingerprint == data.train.fingerprint != data.validation.fingerprint
-
-
-def test_training_gets_no_crowds_and_boxes_that_follow_the_image(tmp_path: Path) -> None:
-    make_coco(tmp_path)
-    train = detection_data.load(f"coco:{tmp_path}").train
-    sizes = set()
-    for seed in range(20):
-        torch.manual_seed(seed)
-        images, targets = detection_data.collate([train[0], train[2]])
-        for image, target in zip(images, targets, strict=True):
-            assert type(image) is type(target["boxes"]) is torch.Tensor
-            assert set(target) == {"boxes", "labels"}
-            assert len(target["boxes"]) == len(target["labels"])
-            edges = torch.tensor([image.shape[2], image.shape[1]])
-            assert (target["boxes"].view(-1, 2, 2) <= edges).all()
-            assert (target["boxes"][:, 2:] > target["boxes"][:, :2]).all()
-            sizes.add(tuple(image.shape))
-        assert targets[1]["boxes"].shape == (0, 4)
-        assert len(targets[0]["boxes"]) <= 2
-    assert len(sizes) > 5
-
-
-# -------------------------------------------------------------------------------------------------------- wrong data
 
 
 def coco_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.linalg import sqrtm
 
-from unitrain.recipes.generative.data import Digits, frechet_distance, independent_pixels
+from unitrain.recipes.generative.data import Digits, frechet_distance
 
 
 def test_a_latent_vector_is_drawn_with_its_sample() -> None:
@@ -26,10 +26,3 @@ def test_the_frechet_distance_is_the_formula_s() -> None:
     expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(c + d - 2 * sqrtm(c @ d).real)
     assert frechet_distance(ours, theirs) == pytest.approx(expected, rel=1e-9)
     assert frechet_distance(ours, ours) == pytest.approx(0, abs=1e-9)
-
-
-def test_noise_has_each_pixel_s_mean_and_deviation() -> None:
-    digits = Digits(training=True).images
-    noise = independent_pixels(digits, 20_000)
-    assert torch.allclose(noise.mean(0), digits.mean(0), atol=0.05)
-    assert torch.allclose(noise.std(0), digits.std(0), atol=0.05)

@@ -61,18 +61,6 @@ def test_digits_are_split_by_class_and_always_the_same_way() -> None:
     assert abs(pixels.std() - 1) < 0.02
 
 
-def test_fake_images_are_as_many_as_asked_and_always_the_same() -> None:
-    data = images.load("fake:30", FOLDER, 16)
-    assert (len(data.train), len(data.validation), len(data.classes)) == (30, 3, 10)
-    assert len(images.load("fake", FOLDER, 16).train) == 10_000
-    assert torch.equal(data.train[7][0], images.load("fake:30", FOLDER, 16).train[7][0])
-    assert data.train[7][0].shape == (3, 16, 16)
-    assert not torch.equal(data.validation[0][0], data.train[0][0])
-
-
-# ----------------------------------------------------------------------------------------------------- imagefolder
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for part, count in (("train", 3), ("val", 1)):
@@ -136,9 +124,6 @@ def test_a_file_that_is_no_image_is_named(folder: Path) -> None:
     bad.write_bytes(b"no image")
     with pytest.raises(DataError, match=f"{bad} can't be read as an image"):
         images.load(f"imagefolder:{folder}", FOLDER, 32).train[0]
-
-
-# -------------------------------------------------------------------------------------------- what is downloaded
 
 
 def _md5(path: Path) -> str:

@@ -28,9 +28,6 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_documents(Path("texts"))
 
 
-# ---------------------------------------------------------------------------------------------------------- a run
-
-
 def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (*SMALL, "--epochs=12", "--lr=0.02", "--strategy.precision=bf16")
     run_recipe("language_model", *flags, "--max-steps=30")
@@ -67,9 +64,6 @@ def test_what_can_not_be_is_refused(flags: tuple[str, ...], said: str) -> None:
     assert not Path("out").exists()
 
 
-# --------------------------------------------------------------------------------------------------------- text
-
-
 def test_each_byte_is_predicted_once() -> None:
     pieces = [b"abcdefgh", b"i", b"jklm"]
     window, length = text.windows(pieces, 4).tensors
@@ -87,11 +81,6 @@ def test_the_last_tenth_of_each_document_is_held_out() -> None:
     assert all(len(b) == (len(a) + len(b)) // 10 for a, b in zip(found.train, found.validation, strict=True))
 
 
-def test_the_data_that_python_has() -> None:
-    assert sum(map(len, text.load("docs").train)) > 300_000
-    assert any(b"class ArgumentParser" in piece for piece in text.load("stdlib").train)
-
-
 def test_baselines_are_those_of_counting() -> None:
     given = text.Text([b"abab", b"ba"], [b"ab"])
     singles = Counter({"a": 3 + 1, "b": 3 + 1})
@@ -104,9 +93,6 @@ def test_baselines_are_those_of_counting() -> None:
     }
 
 
-# -------------------------------------------------------------------------------------------------------- model
-
-
 def test_a_prediction_depends_on_what_came_before_only() -> None:
     model = gpt.GPT(vocabulary=20, context=8, layers=2, width=16, heads=4, dropout=0.0)
     first = torch.randint(20, (3, 8), generator=torch.Generator().manual_seed(0))
@@ -117,18 +103,3 @@ def test_a_prediction_depends_on_what_came_before_only() -> None:
     assert not torch.allclose(before[:, 5:], after[:, 5:])
     assert model.head.weight is model.tokens.weight
     assert F.cross_entropy(before.flatten(0, 1), first.flatten()).item() == pytest.approx(math.log(20), rel=0.1)
-
-
-def test_only_matrices_decay() -> None:
-    model = gpt.GPT(vocabulary=20, context=8, layers=1, width=16, heads=4, dropout=0.0)
-    decaying, others = gpt.parameter_groups(model, 0.1)
-    counts = [len(group["params"]) for group in (decaying, others)]
-    assert sum(counts) == len(list(model.parameters()))
-    assert (decaying["weight_decay"], others["weight_decay"], counts[0]) == (0.1, 0.0, 6)
-
-
-def test_a_sample_is_drawn_by_its_seed_with_a_moving_context() -> None:
-    model = gpt.GPT(vocabulary=20, context=4, layers=1, width=16, heads=4, dropout=0.5)
-    one, again, other = (gpt.generate(model, [1], 12, seed=seed) for seed in (0, 0, 1))
-    assert one == again != other
-    assert len(one) == 12

@@ -3,11 +3,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from unitrain.errors import ConfigError
-from unitrain.recipes.shared.learning_rate import LearningRate, Schedule
+from unitrain.recipes.shared.learning_rate import LearningRate
 
 
 def _rates(rule: LearningRate) -> list[float]:
@@ -40,33 +38,6 @@ def test_the_peak_scales_with_the_batch(scaling: Any, peak: float) -> None:
     rule = LearningRate(0.1, 10, scaling=scaling, batch_size=1024, reference_batch=256)
     assert rule.peak == pytest.approx(peak)
     assert rule.at(0) == pytest.approx(peak)
-
-
-def test_groups_keep_their_ratio() -> None:
-    rule = LearningRate(0.1, 4, warmup_steps=2)
-    body, head = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
-    groups: list[dict[str, Any]] = [{"params": [body]}, {"params": [head], "lr": 10 * rule.peak}]
-    optimizer = torch.optim.SGD(groups, lr=rule.peak)
-    rule.scheduler(optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.5])
-
-
-@given(
-    st.sampled_from(["cosine", "step", "constant"]),
-    st.integers(1, 50),
-    st.floats(0, 1),
-    st.floats(0.001, 10),
-    st.floats(0, 1),
-)
-def test_rates_stay_between_floor_and_peak(
-    schedule: Schedule, total: int, warmup: float, base: float, floor: float
-) -> None:
-    rule = LearningRate(base, total, round(warmup * total), schedule, floor * base)
-    for step in range(2 * total):
-        low = 0.0 if step < rule.warmup_steps else rule.floor
-        assert low <= rule.at(step) <= rule.peak * (1 + 1e-12)
-    falling = [rule.at(step) for step in range(rule.warmup_steps, 2 * total)]
-    assert falling == sorted(falling, reverse=True)
 
 
 def test_the_rule_in_words() -> None:

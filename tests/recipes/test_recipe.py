@@ -72,9 +72,6 @@ def test_models_are_those_of_torchvision_and_one_small_one() -> None:
     assert models.build("resnet8", 7)(torch.zeros(2, 3, 8, 8)).shape == (2, 7)
 
 
-# ------------------------------------------------------------------------------------------------- what it writes
-
-
 def test_an_epoch_is_a_line_of_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     lines = recipe(*FAKE, "--epochs", "2", "--lr", "0.05", "--warmup-epochs", "0")
     assert [set(line) for line in lines] == [METRICS | MEASURED, METRICS | MEASURED]
@@ -146,9 +143,6 @@ def test_a_run_too_short_to_be_profiled_says_so(capfd: pytest.CaptureFixture[str
     assert not list(OUT.glob("trace*"))
 
 
-# --------------------------------------------------------------------------------------------- what its flags do
-
-
 def test_max_steps_ends_within_an_epoch() -> None:
     lines = recipe(*FAKE, "--epochs", "5", "--max-steps", "4")
     assert [(line["epoch"], line["step"]) for line in lines] == [(0, 3), (1, 4)]
@@ -199,9 +193,6 @@ def test_weights_of_torchvision_are_data_and_no_code(no_network: None) -> None:
     with pytest.raises(ConfigError, match=r"more than tensors\. Remove .*/resnet18-f37072fd\.pth"):
         recipe(*FAKE, "--model", "resnet18", "--pretrained", "torchvision")
     assert not Path("was_run").exists()
-
-
-# ---------------------------------------------------------------------------------------------- what it refuses
 
 
 @pytest.mark.parametrize(

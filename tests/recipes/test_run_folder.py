@@ -53,11 +53,6 @@ def test_a_line_that_was_cut_is_removed_and_reported(
     assert f"removed {reported}" in said if reported else not said
 
 
-def test_a_line_that_was_cut_in_the_midst_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([WHOLE[0], b'{"st', WHOLE[1]]))
-    assert [line["step"] for line in begin(tmp_path, 10)] == [2, 4, 11]
-
-
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_what_is_no_file_is_refused(tmp_path: Path, make: object) -> None:
     make(tmp_path / "metrics.jsonl")  # type: ignore[operator]

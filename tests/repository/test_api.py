@@ -35,9 +35,6 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- what is public
-
-
 def test_public_names_are_these() -> None:
     assert sorted(unitrain.__all__) == unitrain.__all__ == [
         "Backend", "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Feature",
@@ -71,9 +68,6 @@ def test_every_error_is_public_and_in_the_drawing() -> None:
     assert {error.__name__ for error in found} <= set(unitrain.__all__)
     assert all(error.__base__ is UnitrainError for error in found - {UnitrainError})
     assert all(error.__name__ in str(errors.__doc__) for error in found)
-
-
-# ------------------------------------------------------------------------------------------- what an import costs
 
 
 def test_import_brings_no_engine_along() -> None:
@@ -120,9 +114,6 @@ print((now() - before) / (before - began))
     while len(ratios) < 5 and min(ratios, default=1.0) > 0.25:
         ratios.append(float(python("-c", code).stdout))
     assert min(ratios) <= 0.25
-
-
-# --------------------------------------------------------------------------------------------------------- layers
 
 
 def home_of(backend: str) -> Path:

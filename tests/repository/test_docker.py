@@ -31,11 +31,6 @@ def _services(path: Path) -> dict[str, Any]:
     return services
 
 
-def test_there_is_an_image_for_cpus_and_one_for_gpus() -> None:
-    assert [path.name for path in DOCKERFILES] == ["cpu.Dockerfile", "cuda.Dockerfile"]
-    assert [path.name for path in COMPOSE_FILES] == ["compose.cluster.yaml", "compose.cpu.yaml", "compose.gpu.yaml"]
-
-
 @pytest.mark.check
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_the_linter_has_nothing_to_say(dockerfile: Path) -> None:

@@ -22,7 +22,6 @@ from unitrain.config import Section
 
 FOLDER = ROOT / "unitrain" / "features"
 FEATURES = {module.__name__.rpartition(".")[2]: module for module in features.modules()}
-WORDS = {"metrics"}  # settings whose names are words that the core needs for other things
 
 # Where the core may have the name of a feature, and why. The list may only get shorter.
 EXCEPTIONS = {
@@ -34,9 +33,6 @@ EXCEPTIONS = {
         "unitrain/process.py": "as above: its stream has no file descriptor",
     },
 }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------- the core names no feature
 
 
 def settings_of(feature: str) -> dict[str, object]:
@@ -76,14 +72,6 @@ def test_the_core_does_not_name_a_feature(feature: str) -> None:
     allowed = EXCEPTIONS.get(feature, {})
     assert {path: lines for path, lines in named.items() if path not in allowed} == {}
     assert [path for path in allowed if path not in named] == [], "remove these exceptions"
-
-
-def test_the_names_of_features_are_found() -> None:
-    pattern = re.compile(pattern_of("local_sgd"))
-    for text in ("config.local_sgd.steps", "Local SGD trains", "_local_sgd_of", "local-sgd", "LocalSGDSettings()"):
-        assert pattern.search(text), text
-    for text in ("nonlocal_sgds2x", "a local one", "SGD"):
-        assert not pattern.search(text), text
 
 
 # ------------------------------------------------------------------------------------------------- without its folder

@@ -99,31 +99,6 @@ def headless(tree: ast.AST) -> Iterator[str]:
                 yield first
 
 
-def test_lines_are_counted() -> None:
-    source = '''"""A module.
-
-With three lines, one of them blank.
-"""
-
-LIMIT = 3
-"""An attribute."""
-
-
-def call(one):  # a comment
-    """Return what is called."""
-    # Another comment.
-    found, one.its = (
-        one,
-        """A string, which is code.
-        """,
-    )
-'''
-    assert lines_of(source) == Lines(code=7, docstrings=5, comments=2)
-    tree = ast.parse(source)
-    assert sorted(pronouns(tree)) == ["found", "its", "one"]
-    assert list(headless(tree)) == ["Return what is called."]
-
-
 def test_the_code_is_short() -> None:
     assert total().code <= MOST_CODE
 

@@ -74,9 +74,6 @@ def test_the_wheel_holds_every_module(release: Release) -> None:
     assert held == {*inside, "unitrain/py.typed"}
 
 
-# ------------------------------------------------------------------------------------------- where it is installed
-
-
 def declared(by: Distribution, extras: set[str], seen: set[str]) -> Iterator[Distribution]:
     """Yield the distributions that one asks for, and those that these ask for, as they are installed here."""
     for line in by.requires or ():
@@ -165,9 +162,6 @@ def test_each_dependency_has_a_lowest_version() -> None:
         if requirement.name != "unitrain" and not {bound.operator for bound in requirement.specifier} & {">=", "=="}
     ]
     assert not unbound
-
-
-# ----------------------------------------------------------------------------------------------------- its version
 
 
 def test_the_changelog_has_the_version() -> None:

@@ -30,9 +30,6 @@ MOST_SLOTS = 12
 MOST_FILES = 17
 
 
-# ------------------------------------------------------------------------------------------------- its page
-
-
 def test_the_page_of_the_step_is_short() -> None:
     assert lines_of(getsource(step)).code <= MOST_CODE
 
@@ -71,9 +68,6 @@ def test_only_the_methods_of_a_window_set_its_slots() -> None:
         if name in slots and place not in others
     ]
     assert set_outside == []
-
-
-# ------------------------------------------------------------------------------------------- the files that it passes
 
 
 def files_entered(with_loader: bool) -> dict[str, list[str]]:

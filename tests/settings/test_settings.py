@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from places import ROOT
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-import unitrain
 from unitrain import ConfigError, StrategyConfig, UsageError
 from unitrain.communication.backend import load_backend
 from unitrain.config import Section
@@ -591,18 +590,6 @@ def test_the_keywords_are_the_fields() -> None:
     plain = {name: fields[name] for name in StrategyConfig.model_fields if not is_section(fields[name])}
     sections = dict.fromkeys(StrategyConfig.model_fields.keys() - plain.keys(), Section | Mapping[str, Any])
     assert get_type_hints(StrategySettings) == plain | sections
-
-
-def test_a_wrong_keyword_is_a_type_error_too() -> None:
-    """mypy reports an ignored error that is none."""
-    with pytest.raises(ConfigError, match="presicion is not a setting"):
-        unitrain.init(presicion="bf16")  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="precision is 'bf17'"):
-        unitrain.init(precision="bf17")  # type: ignore[arg-type]
-    with pytest.raises(ValidationError):
-        StrategyConfig(sed=1)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="ddp is 3"):
-        unitrain.init(ddp=3)  # type: ignore[arg-type]
 
 
 # ---- plug-ins ----

@@ -200,24 +200,6 @@ class SimulatedGroup(Backend):
 
         return self._queue("reduce_scatter", inputs, outputs, communicate)
 
-    def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
-    ) -> Any:
-        assert not out_splits, "simccl exchanges equal parts only"
-        assert not in_splits, "simccl exchanges equal parts only"
-
-        def communicate(sent: list[Tensor], received: list[Tensor]) -> None:
-            parts = [value.chunk(self.size())[self.rank()] for value in self._gathered(sent[0])]
-            received[0].copy_(torch.cat(parts))
-
-        return self._queue("all_to_all", [tensor], [output], communicate)
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
-        return self._queue("send", tensors, [], lambda sent, _: self._gloo.send(sent, dst, tag).wait(self._timeout))
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
-        return self._queue("recv", [], tensors, lambda _, into: self._gloo.recv(into, src, tag).wait(self._timeout))
-
     def barrier(self, opts: Any = None) -> Any:
         """Have the host wait for all ranks, as NCCL's does."""
         device = torch.device("sim", sim.current_device())

@@ -108,39 +108,6 @@ def test_a_run_whose_rank_was_killed_resumes_from_its_copy_in_memory(
     assert resumed == run(is_copied, tmp_path / "undisturbed", backend, False, nprocs=2)
 
 
-SCRIPT = """
-import sys, torch, unitrain
-strategy = unitrain.init()
-model = strategy.prepare(torch.nn.Linear(2, 1))
-total = strategy.all_reduce(model(torch.ones(2, device=strategy.device)))
-assert strategy.device.type == "sim", strategy.device
-strategy.print("computed" if total.isfinite() else "wrong")
-model(torch.ones(2, device=strategy.device))  # is queued when the process ends
-if sys.argv[1:] == ["closed"]:
-    strategy.close()
-"""
-
-
-@pytest.mark.all("interpreters")
-@pytest.mark.parametrize(
-    ("launcher", "ending"),
-    [
-        (["python"], "closed"),
-        pytest.param(["torchrun", "--standalone", "--nproc-per-node", "2"], "closed", marks=pytest.mark.soak),
-        pytest.param(["torchrun", "--standalone", "--nproc-per-node", "2"], "open", marks=pytest.mark.soak),
-        pytest.param(["mpirun", "-np", "2", "--oversubscribe"], "open", marks=pytest.mark.soak),
-    ],
-)
-def test_a_program_that_has_the_device_as_a_plugin_ends_well(launcher: list[str], ending: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    program = launcher if launcher == ["python"] or launcher[0] == "torchrun" else [*launcher, sys.executable]
-    devices = 1 if launcher == ["python"] else 2
-    job = run_job([*program, "script.py", ending], tmp_path, environ=environment(devices=devices))
-    assert job.code == 0, job.output
-    assert job.stdout.count("computed") == 1, job.output
-    assert not job.left
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_unitrain_verify_passes_on_the_device(backend: str, tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ horovodrun itself takes seconds to start processes, and only ``backends/horovod/
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, Literal
 
 import warm
@@ -22,12 +24,21 @@ from unitrain.testing import ranks
 _PRELOADED_WHERE_USED = ("sklearn.datasets", "torchmetrics", "torchvision")
 
 
+Launcher = Literal["python", "spawn", "horovodrun", "mpirun"]
+
+
+def launcher_of(arguments: Iterable[Any]) -> Launcher:
+    """Return what sets up ranks for the backend that is among the arguments, or in settings among them."""
+    names = [value.get("backend") if isinstance(value, dict) else value for value in arguments]
+    return "horovodrun" if any(isinstance(name, str) and name == "horovod" for name in names) else "spawn"
+
+
 def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     nprocs: int = 2,
     timeout: float = 60,
-    launcher: Literal["python", "spawn", "horovodrun", "mpirun"] = "spawn",
+    launcher: Launcher | None = None,
     fresh: bool = False,
     world: str = "",
 ) -> list[Any]:
@@ -38,11 +49,13 @@ def run_ranks(
         *args: its arguments.
         nprocs: number of ranks.
         timeout: time limit in seconds.
-        launcher: what starts the ranks, or for "horovodrun", what sets up their environments.
+        launcher: what starts the ranks, or for "horovodrun", what sets up their environments. By default that is
+            "horovodrun" if the arguments name the backend horovod, and else "spawn".
         fresh: whether the ranks must be new processes, because the function measures memory, or leaves what ``warm``
             neither puts back nor sees.
         world: what the function's processes have that others must not have, and keep for the next functions of it.
     """
+    launcher = launcher or launcher_of(args)
     # All test modules have been collected by now.
     ranks.preload([name for name in _PRELOADED_WHERE_USED if name in sys.modules])
     make = _FORKED.get(launcher)
@@ -50,6 +63,28 @@ def run_ranks(
         return ranks.run_ranks(fn, *args, nprocs=nprocs, timeout=timeout, launcher=make or launcher)
     with make(nprocs) as environments, ranks.logged(environments) as logged:
         return warm.run(f"{launcher} {world}", logged, fn, args, timeout)
+
+
+def on_ranks(**options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have each of two ranks run a test, so that each of them asserts what the test does.
+
+    Args:
+        **options: of ``run_ranks``; a test's arguments ``nprocs`` and ``launcher`` are options, too.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def started(**arguments: Any) -> None:
+            if multiprocessing.parent_process() is not None:  # on a rank, which finds this function by its name
+                return test(**arguments)
+            given: dict[str, Any] = {name: arguments[name] for name in ("nprocs", "launcher") if name in arguments}
+            given = {"launcher": launcher_of(arguments.values()), **options, **given}
+            run_ranks(partial(started, **arguments), **given)
+            return None
+
+        return started
+
+    return decorate
 
 
 @contextmanager

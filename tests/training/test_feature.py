@@ -12,12 +12,10 @@ from page_blocks import blocks
 from places import ROOT
 from plain_loop import model_of, sgd, strategy_of
 from ranks import run_ranks
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import unitrain
 from unitrain import UsageError
-from unitrain.training.hooks import Hooks, StepHook
 from unitrain.training.loop.averaging import Averaging
 
 STEPS = 12
@@ -58,11 +56,10 @@ def train(folder: str, backend: str, first: int, last: int, late: bool) -> tuple
 def test_the_feature_of_the_page_skips_alike_on_all_ranks_and_goes_on_after_a_resume(
     backend: str, late: bool, tmp_path: Path
 ) -> None:
-    launcher: Any = "horovodrun" if backend == "horovod" else "spawn"
     folder = str(tmp_path)
-    for result in run_ranks(train, folder, backend, 0, 8, False, launcher=launcher):
+    for result in run_ranks(train, folder, backend, 0, 8, False):
         assert result == ([6], 1, WINDOW)
-    for result in run_ranks(train, folder, backend, 8, STEPS, late, launcher=launcher):
+    for result in run_ranks(train, folder, backend, 8, STEPS, late):
         assert result == ([10], 2, WINDOW)
 
 
@@ -148,25 +145,3 @@ def test_hooks_are_told_of_an_error_and_of_the_end() -> None:
         with pytest.raises(ValueError, match="mine"):
             strategy.step(model(torch.ones(2, 4, dtype=torch.float64)).sum(), optimizer)
         assert feature.failed
-
-
-class Removing(StepHook):
-    """Removes itself."""
-
-    def __init__(self, hooks: Hooks, calls: list[str]) -> None:
-        self.hooks, self.calls = hooks, calls
-
-    def watched(self, optimizer: Optimizer, trained: Any) -> None:
-        self.calls.append("removing")
-        self.hooks.remove_hook(self)
-
-
-def test_a_hook_that_removes_itself_keeps_no_other_from_being_called() -> None:
-    hooks, calls = Hooks(), list[str]()
-    for _ in range(2):
-        hooks.add_hook(Removing(hooks, calls))
-    optimizer = torch.optim.SGD([Parameter(torch.ones(1))])
-    for _ in range(2):
-        for watched in hooks.watched:
-            watched(optimizer, [])
-    assert calls == ["removing", "removing"]

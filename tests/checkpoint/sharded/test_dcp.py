@@ -29,7 +29,6 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.sharded import dcp as pieces
 from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import Located, Manifest
@@ -271,13 +270,3 @@ def test_tensors_that_torch_has_written_are_read_with_their_elements(name: str, 
     stored.read({key: (target, Region.rows(0, target)) for key, target in targets.items()})
     for key, target in targets.items():
         assert torch.equal(target, state[key])
-
-
-def test_a_large_tensor_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 40)
-    with open(tmp_path / "file", "wb") as file:
-        found = list(pieces.write(file, "file", torch.randn(8, 3), 10))
-    assert [piece.region for piece in found] == [
-        Region((first, 0), (rows, 3)) for first, rows in ((10, 3), (13, 3), (16, 2))
-    ]
-    assert all(piece.start % 64 == 0 for piece in found)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from saved_run import described, folder_of, steps_in, verified
 from torch import Tensor, nn
 from torch.optim import Adam
@@ -255,8 +255,10 @@ def test_a_rank_that_does_not_write_is_named(tmp_path: Path) -> None:
         write_all(Draft(Disk(tmp_path), "draft"), Shards({}, {}, {}, {}), 2, 0.1)
 
 
-def save_in_memory(settings: dict[str, Any]) -> bool:
-    """Save where rank 0 alone can write, and resume. Return whether the step after that is the same as before."""
+@pytest.mark.parametrize("settings", [{"backend": "fsdp"}, {"backend": "ddp", "shard_optimizer": True}], ids=str)
+@on_ranks()
+def test_rank_0_writes_all_to_a_store_that_it_alone_sees(settings: dict[str, Any]) -> None:
+    """The step after a resume is the same as before."""
     with unitrain.init(device="cpu", timeout_s=30, **settings) as strategy:
         model, optimizer = strategy.prepare(*made())
         strategy.step(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
@@ -266,12 +268,7 @@ def save_in_memory(settings: dict[str, Any]) -> bool:
         before = {key: value.clone() for key, value in strategy.export(model).state_dict().items()}
         assert checkpoint.resume()
         strategy.step(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
-        return all(map(torch.equal, before.values(), strategy.export(model).state_dict().values()))
-
-
-@pytest.mark.parametrize("settings", [{"backend": "fsdp"}, {"backend": "ddp", "shard_optimizer": True}], ids=str)
-def test_rank_0_writes_all_to_a_store_that_it_alone_sees(settings: dict[str, Any]) -> None:
-    assert run_ranks(save_in_memory, settings) == [True, True]
+        assert all(map(torch.equal, before.values(), strategy.export(model).state_dict().values()))
 
 
 class Net(nn.Module):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from pretended import pretended_rank
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -182,7 +182,8 @@ class Drifting(Sampler[int]):
         return iter(np.random.default_rng(seed).permutation(20).tolist())
 
 
-def with_drifting_samplers() -> None:
+@on_ranks()
+def test_a_sampler_that_differs_between_ranks_is_refused_on_all() -> None:
     with unitrain.init(device="cpu", timeout_s=20) as strategy:
         unseeded = torch.Generator()
         unseeded.seed()
@@ -201,10 +202,6 @@ def with_drifting_samplers() -> None:
                     next(iter(loader))  # to look at a batch is nothing that other ranks must do
             with pytest.raises(DataError, match="yields other indices on one rank than on another"):
                 list(loader)
-
-
-def test_a_sampler_that_differs_between_ranks_is_refused_on_all() -> None:
-    run_ranks(with_drifting_samplers)
 
 
 def test_an_epoch_does_not_continue_in_another_order() -> None:

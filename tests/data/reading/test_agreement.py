@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from streams import WORLDS, Shards, of_workers
 from torch import nn
 
@@ -54,11 +54,8 @@ def test_uneven_shards_end_together(world_size: int, launcher: Literal["spawn", 
     assert all(rank["states"] == ranks[0]["states"] for rank in ranks)
 
 
-def a_rank_without_samples() -> None:
-    strategy = unitrain.init(timeout_s=30)
-    list(strategy.dataloader(Shards([5, 5]), batch_size=2))
-
-
+@on_ranks(nprocs=3)
 def test_a_rank_without_samples_is_an_error_on_all() -> None:
+    loader = unitrain.init(timeout_s=30).dataloader(Shards([5, 5]), batch_size=2)
     with pytest.raises(DataError, match="1 of 3 ranks have no samples of this dataset"):
-        run_ranks(a_rank_without_samples, nprocs=3)
+        list(loader)

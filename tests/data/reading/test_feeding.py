@@ -120,13 +120,6 @@ def test_what_comes_to_the_host_has_arrived() -> None:
     assert copies.non_blocking == [False, False]
 
 
-def test_a_packed_sequence_moves_itself() -> None:
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])
-    moved, _ = to_device((packed, "text"), META)
-    assert moved.data.device == META
-    assert moved.batch_sizes.device.type == "cpu", "which torch wants there"
-
-
 def test_on_a_cpu_batches_pass_one_by_one() -> None:
     taken: list[int] = []
 

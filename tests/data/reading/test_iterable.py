@@ -17,7 +17,6 @@ from ranks import run_ranks
 from streams import (
     WORLDS,
     Numbers,
-    Shards,
     Shuffling,
     SplitsAmongWorkers,
     StatefulShuffling,
@@ -166,9 +165,6 @@ def test_what_shards_itself_continues_on_the_same_ranks_and_workers_only() -> No
     assert other.epoch == 1
 
 
-# ------------------------------------------------------------------------------------------------- what is not right
-
-
 class OfRank(Numbers):
     """Shards itself without saying so."""
 
@@ -204,45 +200,12 @@ def test_a_stream_that_is_not_sharded_at_all_is_noticed() -> None:
 
 def test_what_can_not_be_read_is_refused() -> None:
     strategy = pretended_rank(0, 2, accumulate=2)
-    for data, message in ((iter([1]), "only once"), (object(), "neither __getitem__ nor __iter__")):
-        with pytest.raises(DataError, match=message):
-            strategy.dataloader(data, batch_size=1)
+    with pytest.raises(DataError, match="neither __getitem__ nor __iter__"):
+        strategy.dataloader(object(), batch_size=1)
     with pytest.raises(ConfigError, match="shuffle is not supported for an iterable dataset"):
         strategy.dataloader(Numbers(3), batch_size=1, shuffle=True)
     with pytest.raises(ConfigError, match="a multiple of 4"):
         strategy.dataloader(Numbers(3), global_batch_size=6, sharded=True)
-    with pytest.raises(ConfigError, match="sharded is for iterable datasets"):
-        strategy.dataloader([1], batch_size=1, sharded=True)
-
-
-# --------------------------------------------------------------------------------------------------------- libraries
-
-
-def hugging_face_rows(sizes: tuple[int, ...], shards: list[int]) -> Iterator[dict[str, int]]:
-    for i in shards:
-        yield from ({"x": 100 * i + j} for j in range(sizes[i]))
-
-
-def read_hugging_face(sizes: tuple[int, ...]) -> list[list[int]]:
-    """Return what a rank reads in two epochs."""
-    import datasets
-
-    strategy = unitrain.init(timeout_s=30)
-    given = {"sizes": sizes, "shards": list(range(len(sizes)))}
-    data = datasets.IterableDataset.from_generator(hugging_face_rows, gen_kwargs=given)
-    data = data.shuffle(seed=1, buffer_size=4).with_format("torch")
-    loader = strategy.dataloader(data, batch_size=2, **of_workers(2))
-    return [[sample for batch in loader for sample in batch["x"].tolist()] for _ in range(2)]
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.all("more ranks"))])
-def test_a_stream_of_hugging_face_is_shuffled_anew_in_each_epoch(world_size: int) -> None:
-    """Of 4 shards, 2 ranks have 2 each; 3 ranks read all and keep every third sample, as that library splits them."""
-    sizes = (3, 7, 1, 4)
-    ranks = run_ranks(read_hugging_face, sizes, nprocs=world_size)
-    epochs = [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
-    assert [sorted(epoch) for epoch in epochs] == [Shards(list(sizes)).samples()] * 2
-    assert epochs[0] != epochs[1]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

@@ -121,8 +121,3 @@ def test_what_is_not_plain_is_read_one_by_one() -> None:
         assert collated_rows(TensorDataset(tensor), [0, 1]) is None
     assert collated_rows(MyRows(plain), [0, 1]) is None
     assert collated_rows([1, 2], [0, 1]) is None
-
-
-@pytest.mark.parametrize("samples", [[0, -1], [0, 6], [True, False], [0.0, 1.0]])
-def test_indices_that_torch_would_take_otherwise_or_refuse(samples: list[Any]) -> None:
-    assert collated_rows(ROWS, samples) is None

@@ -13,7 +13,7 @@ import pytest
 import torch
 from needs import HOROVOD
 from pretended import pretended_rank
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
@@ -249,12 +249,13 @@ def test_a_run_continues_in_any_world_with_and_without_it(tmp_path: Path) -> Non
     assert_close(found, expected, first=len(CHAIN) - 1)
 
 
-def save_and_load(folder: str) -> None:
-    """Save and load states in all ways, and go back within a run."""
-    path = f"{folder}/optimizer.pt"
+@on_ranks()
+def test_states_are_saved_and_loaded_as_a_whole_and_nothing_loses_state_silently(tmp_path: Path) -> None:
+    """In all ways, also back within a run."""
+    path = tmp_path / "optimizer.pt"
     with unitrain.init(shard_optimizer=True, **{**settings_of("ddp"), "accumulate": 1}) as strategy:
         model, optimizer, _ = strategy.prepare(*made("adamw"))
-        checkpoint = strategy.checkpoint(f"{folder}/run", model=model, optimizer=optimizer)
+        checkpoint = strategy.checkpoint(tmp_path / "run", model=model, optimizer=optimizer)
         ema = strategy.add(EMA(model, 0.5))
         batch = texts()[:8]
 
@@ -312,10 +313,6 @@ def save_and_load(folder: str) -> None:
     assert all(p.shape == its["exp_avg"].shape for p, its in by_itself.state.items())
 
 
-def test_states_are_saved_and_loaded_as_a_whole_and_nothing_loses_state_silently(tmp_path: Path) -> None:
-    run_ranks(save_and_load, str(tmp_path))
-
-
 class Careless(SGD):
     """Steps twice through its base class, or not at all."""
 
@@ -360,8 +357,9 @@ def small() -> nn.Sequential:
 QUICK: dict[str, Any] = {"backend": "ddp", "device": "cpu", "timeout_s": 30}
 
 
-def look() -> set[tuple[tuple[int, ...], ...]]:
-    """Train with an optimizer that steps through its base class, and fails once. Return what hooks see."""
+@on_ranks()
+def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
+    """Also of an optimizer that steps through its base class."""
     seen = set()
 
     def note(optimizer: Optimizer, *_: Any) -> None:
@@ -392,17 +390,7 @@ def look() -> set[tuple[tuple[int, ...], ...]]:
         assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
         assert 0 < len(optimizer.state) < 4
         assert optimizer.state.keys() <= set(model.parameters())
-    return seen
-
-
-def refused(kind: type[SGD], said: str) -> None:
-    with unitrain.init(shard_optimizer=True, **QUICK) as strategy, pytest.raises(UsageError, match=said):
-        strategy.prepare(module := small(), kind(module.parameters(), lr=0.0, momentum=0.9))
-
-
-def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
-    for seen in run_ranks(look):
-        assert seen == {((5, 4), (5,), (1, 5), (1,))}
+    assert seen == {((5, 4), (5,), (1, 5), (1,))}
 
 
 @pytest.mark.parametrize(
@@ -414,8 +402,10 @@ def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
         (Lookahead, r"does not support Lookahead: its state_dict\(\) would return one rank's state, since it does not"),
     ],
 )
+@on_ranks()
 def test_what_can_t_be_sharded_is_refused(kind: type[SGD], said: str) -> None:
-    run_ranks(refused, kind, said)
+    with unitrain.init(shard_optimizer=True, **QUICK) as strategy, pytest.raises(UsageError, match=said):
+        strategy.prepare(module := small(), kind(module.parameters(), lr=0.0, momentum=0.9))
 
 
 def train_in_groups(alone: bool) -> tuple[State, list[int], int]:

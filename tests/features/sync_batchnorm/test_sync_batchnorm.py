@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_waits import GPU_0, Waits, communicator_on_gpu
-from needs import HOROVOD
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 
 import unitrain
@@ -145,7 +143,9 @@ def _one_value() -> None:
             layer(torch.ones(2, 3, 4, 5, dtype=torch.float64))
 
 
-def _narrow(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks()
+def test_half_precision(dtype: torch.dtype) -> None:
     """Half-precision inputs with float32 weights, as under autocast: as good as torch's own."""
     with _open(precision="fp32") as strategy:
         layers: list[Any] = [nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)]
@@ -164,11 +164,6 @@ def _narrow(dtype: torch.dtype) -> None:
         assert share.grad.dtype == dtype
         torch.testing.assert_close(share.grad.float(), exact.grad[strategy.rank :: 2], **tolerance)
         torch.testing.assert_close(synced.running_var, plain.running_var)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    run_ranks(_narrow, dtype)
 
 
 def _twice_differentiated() -> None:
@@ -227,50 +222,17 @@ def test_a_process_that_splits_batches_over_several_devices_is_refused(monkeypat
         unitrain.init(backend="data_parallel", device="cpu", sync_batchnorm=True)
 
 
-def _compiled() -> None:
-    """One graph, with the eager layer's bits; its stand-ins, copies, exports and refusals."""
-    with unitrain.init(precision="fp64", sync_batchnorm=True, timeout_s=30) as strategy:
-        plain = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.BatchNorm2d(CHANNELS, momentum=None))
-        plain.double()
-        eager, current_batch = copy.deepcopy(plain), strategy._step.batches.current_batch
-        for model in (plain, eager):
-            batch_norm.synchronise(model, strategy.communicator, current_batch)
-        compiled: Any = torch.compile(plain, backend="aot_eager", fullgraph=True)
-        for step in range(4):
-            current_batch.is_stand_in = strategy.rank == 1 and step == 2  # between steps of the same graph
-            both = []
-            for model in (compiled, eager):
-                x = _batch(3, (4, 5), 7 * step + strategy.rank).requires_grad_()
-                output = model(x)
-                output.backward(_batch(3, (4, 5), 40 + step))
-                both.append([output, x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
-            assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
-        current_batch.is_stand_in = False
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-        explained = torch._dynamo.explain(plain)(x)
-        assert explained.graph_break_count == 0
-        assert explained.graph_count == 1
-        torch._dynamo.reset()
-        for copied in (copy.deepcopy(plain), torch.export.export(plain, (x.detach(),)).module()):
-            torch.testing.assert_close(copied(x), plain(x), rtol=0, atol=0)
-        with pytest.raises(RuntimeError, match=r"batch_norm_backward.* no autograd formula was registered"):
-            _penalty(torch.compile(plain, backend="eager"))
-        exported = strategy.export(plain)
-        batch = torch.export.Dim("batch")
-        traced = torch.export.export(exported, (x.detach(),), dynamic_shapes=({0: batch},)).module()
-        torch.testing.assert_close(traced(_batch(5, (4, 5), 0)), exported(_batch(5, (4, 5), 0)))
-
-
-def _penalty(model: Any) -> None:
-    x = _batch(4, (4, 5), 0).requires_grad_()
-    [gradient] = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
-    gradient.pow(2).sum().backward()  # type: ignore[no-untyped-call]
-
-
 @pytest.mark.all("test_compile.py compiles such layers on two ranks")
-@pytest.mark.parametrize("launcher", ["spawn", pytest.param("horovodrun", marks=[HOROVOD, pytest.mark.soak])])
-def test_compiled_and_exported_without_graph_breaks(launcher: Any) -> None:
-    run_ranks(_compiled, launcher=launcher)
+@on_ranks()
+def test_they_are_exported_without_graph_breaks() -> None:
+    with _open() as strategy:
+        layers = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.BatchNorm2d(CHANNELS, momentum=None)).double()
+        batch_norm.synchronise(layers, strategy.communicator, strategy._step.batches.current_batch)
+        x = _batch(3, (4, 5), strategy.rank)
+        explained = torch._dynamo.explain(layers)(x)
+        assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.export.export(layers, (x,)).module()(x), layers(x), rtol=0, atol=0)
 
 
 def test_no_layer_waits_for_a_gpu() -> None:

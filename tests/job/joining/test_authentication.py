@@ -106,9 +106,6 @@ def test_other_secrets(variables: tuple[dict[str, str], ...], said: str) -> None
         run_ranks(greet, launcher=hosts(*variables))
 
 
-# ------------------------------------------------------------------------------------------------------ strangers
-
-
 class Harm:
     """Makes a file where it is unpickled."""
 

@@ -31,6 +31,7 @@ def begin(settings: list[dict[str, Any]], script: str | None = None) -> None:
     [
         ([{"seed": 1}, {"seed": 2}, {"seed": 1}], "seed is 1 on rank 0, 2; 2 on rank 1."),
         ([{}, {"memory_copies": {"every": 2}}, {}], "memory_copies.every is auto on rank 0, 2; 2 on rank 1."),
+        ([{"shares": (2, 1, 1)}, {}, {}], r"shares is \[2, 1, 1\] on rank 0; None on rank 1, 2."),
         ([{}, {}, {"ddp": {"bucket_cap_mb": 1}}], r"ddp.bucket_cap_mb is 25.0 on rank 0, 1; 1.0 on rank 2."),
     ],
 )
@@ -78,11 +79,6 @@ def share_out(lengths: list[int], shift: int) -> list[int]:
 def test_other_data(lengths: list[int], shift: int, said: str) -> None:
     with pytest.raises(DataError, match=f"different data to a loader: {said}.*Pass the whole dataset on every rank"):
         run_ranks(share_out, lengths, shift)
-
-
-def test_the_same_data() -> None:
-    first, second = run_ranks(share_out, [9, 9], 0)
-    assert sorted(first + second) == list(range(9))
 
 
 def test_the_ranks_of_each_value_are_named() -> None:

@@ -97,9 +97,6 @@ def messages(job: Job) -> list[str]:
     return [line for line in job.stderr.splitlines() if line.startswith("unitrain run: ")]
 
 
-# --------------------------------------------------------------------------------------- what is started again
-
-
 def test_a_command_that_fails_is_started_again_until_it_succeeds(tmp_path: Path) -> None:
     command = counting(tmp_path, "sys.exit([1, 77, 0][before])")
     job = run_job([*RUN, "--max-restarts", "5", "--", *command], tmp_path)
@@ -146,9 +143,6 @@ def test_a_wrong_command_line_ends_with_2(tmp_path: Path, arguments: list[str], 
     assert job.code == 2
     assert said in job.stderr
     assert "Traceback" not in job.stderr
-
-
-# ---------------------------------------------------------------------------------------------- who gets a signal
 
 
 STOPPED = [sys.executable, "program.py", "0.5"]
@@ -217,9 +211,6 @@ def test_a_stop_between_two_starts_ends_at_once(tmp_path: Path) -> None:
     command = [*RUN, "--max-restarts", "9", "--", *counting(tmp_path, "sys.exit(1)")]
     job = run_job(command, tmp_path, meanwhile=stop_when_it_waits)
     assert (job.code, starts(tmp_path)) == (143, 2)
-
-
-# ------------------------------------------------------------------------------------------------- what is left
 
 
 def test_orphans_end_with_the_command(tmp_path: Path) -> None:
@@ -303,8 +294,6 @@ def test_a_run_ends_nothing_that_it_has_not_started(tmp_path: Path) -> None:
     assert [re.findall(r"sleep 600", one) for one in job.left] == [["sleep 600"]] * 2
     assert {int(one.split(":")[0]) for one in job.left} == {process.pid for process in alive}
 
-
-# --------------------------------------------------------------------------------------------- real launchers
 
 LAUNCHERS = {
     "mpirun": ["mpirun", "--oversubscribe", "-np", "2", "python"],

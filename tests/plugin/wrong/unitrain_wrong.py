@@ -34,13 +34,6 @@ class SumsTwice(_Reducing):
         return super().reduced(everyone, op) * (self.world_size if op == "sum" else 1)
 
 
-class Averages(_Reducing):
-    name = "averages"
-
-    def reduced(self, everyone: Tensor, op: str) -> Tensor:
-        return everyone.double().mean(0) if op == "sum" else super().reduced(everyone, op)
-
-
 class MaxIsSum(_Reducing):
     name = "max_is_sum"
 
@@ -104,14 +97,6 @@ class DropsARankOfGathers(_Reducing):
         return lambda: gather()[:-1]
 
 
-class GathersFlat(_Reducing):
-    name = "gathers_flat"
-
-    def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        gather = super().all_gather(tensor, name)
-        return lambda: gather().flatten(0, 1)
-
-
 class GathersInAnyOrder(_Reducing):
     name = "gathers_in_any_order"
 
@@ -139,13 +124,6 @@ class StartsWithoutAnAnswer(StoreBackend):
 
     def start(self) -> Any:
         super().start()
-
-
-class StartsWithARankOnly(StoreBackend):
-    name = "starts_with_a_rank_only"
-
-    def start(self) -> Any:
-        return super().start()[0]
 
 
 class StartsTheOtherWayRound(StoreBackend):

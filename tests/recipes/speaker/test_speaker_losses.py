@@ -107,14 +107,6 @@ def test_ge2e_leaves_an_utterance_out_of_the_mean_of_its_own_speaker(embeddings:
     assert_mean_loss("ge2e", embeddings, speakers, expected)
 
 
-@pytest.mark.parametrize("name", METRIC)
-def test_speakers_may_be_mixed(name: LossName, embeddings: Tensor, speakers: Tensor) -> None:
-    loss = loss_of(name)
-    mixed = torch.arange(SPEAKERS * UTTERANCES).view(SPEAKERS, UTTERANCES).T.flatten()
-    found = loss(loss.head, embeddings[mixed], speakers[mixed])
-    torch.testing.assert_close(found, loss(loss.head, embeddings, speakers))
-
-
 @pytest.mark.parametrize("name", get_args(LossName))
 def test_gradients_are_finite_where_all_embeddings_are_perfect(name: LossName, speakers: Tensor) -> None:
     loss = loss_of(name)

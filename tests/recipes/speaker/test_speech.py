@@ -148,9 +148,6 @@ def test_a_fingerprint_is_of_names_and_speakers_and_not_of_the_folder() -> None:
     assert of("/here/a/b/1.wav", "/here/a/b/2.wav", speakers=(0, 0)) != first
 
 
-# ------------------------------------------------------------------------------------------------ the synthetic set
-
-
 def digest(folder: Path) -> str:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     named = b"".join(path.relative_to(folder).as_posix().encode() + path.read_bytes() for path in files)

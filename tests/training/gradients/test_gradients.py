@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -46,10 +46,8 @@ def ones(*shape: int, dtype: torch.dtype = torch.float64) -> Parameter:
     return Parameter(torch.ones(shape, dtype=dtype))
 
 
-# ------------------------------------------------------------------------------------------------------ on two ranks
-
-
-def summed() -> None:
+@on_ranks()
+def test_gradients_are_summed_over_the_ranks() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
@@ -85,23 +83,6 @@ def summed() -> None:
     dist.destroy_process_group()
 
 
-def test_gradients_are_summed_over_the_ranks() -> None:
-    run_ranks(summed)
-
-
-# -------------------------------------------------------------------------------------------------- when it is sent
-
-
-def test_buckets_are_of_one_type_and_of_about_the_size_asked_for() -> None:
-    parameters = [ones(256), ones(256, dtype=torch.float32), ones(256), ones(256), ones(256)]
-    reducer, sums = reducer_of(*parameters, bucket_mb=4096 / 2**20)
-    sum(p.sum() for p in parameters).backward()  # type: ignore[union-attr]
-    reducer.finish()
-    # 2 KiB each, from the last on: two in a bucket, then two; the float32 one by itself.
-    assert sums.sent == ["g.0", "g.1", "g.2"]
-    assert sorted(map(str, sums.dtypes)) == ["torch.float32", "torch.float64", "torch.float64"]
-
-
 @pytest.mark.parametrize(("overlap", "sent"), [(True, ["g.0", "g.1"]), (False, [])])
 def test_full_buckets_are_sent_while_backward_runs_where_that_is_wanted(overlap: bool, sent: list[str]) -> None:
     first, last = ones(1), ones(1)
@@ -111,9 +92,6 @@ def test_full_buckets_are_sent_while_backward_runs_where_that_is_wanted(overlap:
     assert sums.sent == sent
     reducer.finish()
     assert sums.sent == ["g.0", "g.1"]
-
-
-# ------------------------------------------------------------------------------------------------- what it refuses
 
 
 def test_a_gradient_after_its_bucket_was_sent_is_refused() -> None:

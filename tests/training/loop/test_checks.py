@@ -10,34 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch import Tensor, nn, ones
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import unitrain
 from unitrain.training.loop.checks import DirectStepCheck
 
 PREPARED, OTHER = Parameter(torch.ones(1)), Parameter(torch.ones(1))
-
-
-def train_on(own_share: bool) -> list[str]:
-    """Train on the same samples on all ranks, but for the first step, or on other ones, but for the first."""
-    with unitrain.init(backend="ddp") as strategy, warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        model, optimizer = strategy.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(5):
-            strategy.step(model(ones(1, 2) + step * (strategy.rank if own_share else 1)).sum(), optimizer)
-        return [f"{one.filename}: {one.message}" for one in seen]
-
-
-def test_ranks_that_train_on_the_same_samples_are_warned_of() -> None:
-    first, other = run_ranks(train_on, False)
-    assert len(first) == 1
-    assert first[0].startswith(f"{__file__}: the first 3 losses are equal on all 2 ranks")
-    assert other == []
-    assert run_ranks(train_on, True) == [[], []]
 
 
 class Augmented(Dataset[Tensor]):
@@ -107,23 +88,6 @@ def test_a_data_loader_that_shards_nothing_is_warned_of_once() -> None:
     assert list(said) == ["shuffled", "in order", "unknown", "a stream"]
     for [message] in said.values():
         assert message.startswith(f"{__file__}: each of 2 ranks trains on the whole dataset, by a torch DataLoader")
-
-
-@pytest.mark.parametrize(("every", "doubled"), [(1, True), (2, False), (0, False)])
-def test_a_scheduler_that_is_stepped_by_hand_as_well_is_warned_of_once(every: int, doubled: bool) -> None:
-    with unitrain.init(backend="single", device="cpu") as strategy, warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        model = nn.Linear(2, 1)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        scheduler = StepLR(optimizer, 100)
-        model, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
-        for step in range(1, 9):
-            strategy.step(model(ones(1, 2)).mean(), optimizer, scheduler)
-            if every and step % every == 0:
-                scheduler.step()
-    messages = [f"{one.filename}: {one.message}" for one in seen]
-    assert len(messages) == doubled
-    assert all(one.startswith(f"{__file__}: StepLR is stepped twice: by strategy.step") for one in messages)
 
 
 @pytest.fixture

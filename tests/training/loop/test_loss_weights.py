@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain_loop import Ready, assert_equal, model_of, prepare_model, ready, sgd, strategy_of, weights
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
@@ -124,9 +124,6 @@ def test_a_window_has_the_same_losses_throughout(ready: Ready, later: int, said:
         strategy.step([model(X).sum()] * later, optimizer, weight=[1] * later)
 
 
-# ------------------------------------------------------------------------------------------------ several processes
-
-
 def marked_and_rest(out: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the mean losses of two kinds of elements, and how many there are of each: perhaps none."""
     squares, marked = (out - targets).pow(2), targets > 0.3
@@ -165,22 +162,16 @@ def test_ranks_with_different_numbers_of_each_train_as_one_process(nprocs: int, 
     run_ranks(train, settings, nprocs=nprocs)
 
 
-def differ(names: tuple[str, str]) -> str:
-    """Train with losses of these names on the first rank, and return what is said where another one lacks the last."""
+@pytest.mark.parametrize("names", [("c", ""), ("c", "d")])
+@on_ranks()
+def test_ranks_with_different_losses_are_told(names: tuple[str, str]) -> None:
+    said = r"^the ranks, or the micro-batches of a window, pass different losses \(by number or by na"
     with unitrain.init(backend="ddp", precision="fp64", device="cpu", timeout_s=30) as strategy:
         twins = Twins(strategy)
-        for inputs, _ in strategy.dataloader(samples(), global_batch_size=6):
-            losses = {name: twins.prepared(inputs).pow(2).mean() for name in ("a", "b", names[strategy.rank]) if name}
-            with pytest.raises(UsageError) as caught:
-                strategy.step(losses, twins.optimizer, weight=dict.fromkeys(losses, 1))
-            return str(caught.value)
-    raise AssertionError("there are samples")
-
-
-@pytest.mark.parametrize("names", [("c", ""), ("c", "d")])
-def test_ranks_with_different_losses_are_told(names: tuple[str, str]) -> None:
-    for said in run_ranks(differ, names):
-        assert said.startswith("the ranks, or the micro-batches of a window, pass different losses (by number or by na")
+        inputs, _ = next(iter(strategy.dataloader(samples(), global_batch_size=6)))
+        losses = {name: twins.prepared(inputs).pow(2).mean() for name in ("a", "b", names[strategy.rank]) if name}
+        with pytest.raises(UsageError, match=said):
+            strategy.step(losses, twins.optimizer, weight=dict.fromkeys(losses, 1))
 
 
 class Photos(torch.utils.data.Dataset[Any]):
@@ -201,7 +192,9 @@ def readable(parts: list[Any]) -> tuple[Any, int]:
     return torch.utils.data.default_collate(good or [BLANK]), len(good)
 
 
-def train_on_readable(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@on_ranks()
+def test_samples_that_are_left_out_count_for_nothing(backend: str) -> None:
     with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=30) as strategy:
         twins = Twins(strategy, Net)
         for (inputs, targets), count in strategy.dataloader(Photos(), global_batch_size=4, collate_fn=readable):
@@ -209,8 +202,3 @@ def train_on_readable(backend: str) -> None:
         for (inputs, targets), _ in DataLoader(Photos(), batch_size=4, collate_fn=readable):
             step_by_hand(mse_loss(twins.expected(inputs), targets), twins.by_hand)
         twins.assert_same()
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_samples_that_are_left_out_count_for_nothing(backend: str) -> None:
-    run_ranks(train_on_readable, backend)

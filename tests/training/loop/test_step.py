@@ -46,9 +46,6 @@ def test_a_step_without_any_gradient_is_told() -> None:
         strategy.step(copy.deepcopy(model)(torch.ones(1, 4)).sum(), optimizer)
 
 
-# ------------------------------------------------------------------------------------------------------ not finite
-
-
 # On a GPU the optimizer's own kernels leave the weights alone, before the host knows. Fused ones on a CPU do so too.
 ON_DEVICE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])]
 
@@ -99,9 +96,6 @@ def test_a_gradient_found_on_the_device_is_named(device: str, settings: dict[str
     ):
         strategy.step(model(x).sum(), optimizer)
     assert torch.equal(weights(model), before)
-
-
-# ----------------------------------------------------------------------------------------------------------- misuse
 
 
 def test_update_needs_a_backward(ready: Ready) -> None:

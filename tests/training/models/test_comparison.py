@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW
 import unitrain
 from unitrain import CommunicationError
 
-WORLDS = [("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
+WORLDS = [("ddp", 3), pytest.param("horovod", 2, marks=HOROVOD)]
 
 
 MODELS: dict[str, tuple[Any, Any, str]] = {
@@ -88,9 +88,9 @@ def prepare_apart(backend: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("backend", "world", "launcher"), WORLDS)
-def test_what_differs_is_named_with_its_values_and_ranks(backend: str, world: int, launcher: Any) -> None:
-    first, *others = run_ranks(prepare_apart, backend, nprocs=world, launcher=launcher)
+@pytest.mark.parametrize(("backend", "world"), WORLDS)
+def test_what_differs_is_named_with_its_values_and_ranks(backend: str, world: int) -> None:
+    first, *others = run_ranks(prepare_apart, backend, nprocs=world)
     assert all(said == first for said in others)
     places = {"same": ", ".join(map(str, range(world - 1))), "odd": world - 1}
     for message, (kind, name, case) in zip(first, CASES, strict=True):

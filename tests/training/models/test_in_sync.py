@@ -13,7 +13,7 @@ from torch import nn
 
 import unitrain
 
-WORLDS = [("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
+WORLDS = [("ddp", 3), pytest.param("horovod", 2, marks=HOROVOD)]
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -38,9 +38,9 @@ def drift(backend: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("backend", "world", "launcher"), WORLDS)
-def test_a_rank_that_drifted_is_named_on_every_rank(backend: str, world: int, launcher: str) -> None:
-    first, *others = run_ranks(drift, backend, nprocs=world, launcher=launcher)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("backend", "world"), WORLDS)
+def test_a_rank_that_drifted_is_named_on_every_rank(backend: str, world: int) -> None:
+    first, *others = run_ranks(drift, backend, nprocs=world)
     assert len(first) == len(DTYPES)
     assert all(f"0.weight (4, 3) of rank {world - 1} is not that of rank 0" in said for said in first)
     assert all(said == first for said in others)
@@ -81,13 +81,6 @@ def test_ranks_that_drifted_apart_are_noticed_at_the_end_of_an_epoch(change: str
     first, other = run_ranks(drifting, change)
     assert re.match(said, first), first
     assert other == first
-
-
-def test_ranks_that_round_differently_train_on() -> None:
-    """Processors of different makes do, which is no reason to end a job."""
-    first, other = run_ranks(drifting, "1e-6")
-    assert first.startswith("the ranks' models differ slightly: bias (1,) of rank 1 is not that of rank 0,")
-    assert other == ""
 
 
 def loading_on_one_rank(change: float) -> str:

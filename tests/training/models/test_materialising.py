@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from needs import HOROVOD
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -126,8 +126,7 @@ def alone() -> dict[str, Any]:
 def test_weights_are_the_same_on_any_number_of_ranks_and_any_backend(
     settings: dict[str, Any], world: int, how: str, alone: dict[str, Any]
 ) -> None:
-    launcher: Any = "horovodrun" if settings["backend"] == "horovod" else "spawn"
-    for found in run_ranks(train, settings, how, nprocs=world, launcher=launcher):
+    for found in run_ranks(train, settings, how, nprocs=world):
         assert_trained(found, alone[how])
 
 
@@ -177,9 +176,6 @@ def test_models_of_hugging_face_initialise_themselves() -> None:
         assert torch.isfinite(model(input_ids=torch.arange(6)[None]).logits).all()
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
-
-
 class Direct(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -207,29 +203,29 @@ class Copied(nn.Module):
         self.second.weight.data.copy_(self.first.weight)
 
 
-def refusals() -> list[str]:
-    said = []
+def weight_normed() -> Any:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+
+
+REMEDY = r"Give the module a reset_parameters\(\) that sets it, or pass prepare\(\.\.\., initialise=function\)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Direct, rf"prepare\(\) can't initialise 0\.gate of a Direct.*{REMEDY}"),
+        (Partly, r"prepare\(\) can't initialise 0\.weight of a Partly"),
+        (Copied, r"can't initialise 0\.second: initialising the Copied at 0 needs more than the parameters of one"),
+        (weight_normed, r"0\.parametrizations\.weight\.original0 of a ParametrizationList"),
+    ],
+)
+@on_ranks()
+def test_what_nothing_initialises_is_refused_by_name(kind: Callable[[], nn.Module], said: str) -> None:
     with unitrain.init(device="cpu", timeout_s=30) as strategy:
-        kinds: list[Callable[[], nn.Module]] = [
-            Direct, Partly, Copied, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
-        ]  # fmt: skip
-        for kind in kinds:
-            with torch.device("meta"):
-                model = kind()
-            with pytest.raises(UsageError) as refused:
-                strategy.prepare(nn.Sequential(model), initialise=lambda module: None)
-            said.append(str(refused.value))
-    return said
-
-
-def test_what_nothing_initialises_is_refused_by_name() -> None:
-    for said in run_ranks(refusals):
-        direct, partly, copied, normed = said
-        assert "prepare() can't initialise 0.gate of a Direct" in direct
-        assert "Give the module a reset_parameters() that sets it, or pass prepare(..., initialise=function)" in direct
-        assert "prepare() can't initialise 0.weight of a Partly" in partly
-        assert "can't initialise 0.second: initialising the Copied at 0 needs more than the parameters of one" in copied
-        assert "0.parametrizations.weight.original0 of a ParametrizationList" in normed
+        with torch.device("meta"):
+            model = kind()
+        with pytest.raises(UsageError, match=said):
+            strategy.prepare(nn.Sequential(model), initialise=lambda module: None)
 
 
 class Lost(nn.Module):
@@ -237,22 +233,6 @@ class Lost(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.register_buffer("table", torch.ones(2), persistent=False)
-
-
-def without_values() -> None:
-    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
-        with torch.device("meta"):
-            lost, model = Lost(), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        said = r"1 buffers that no checkpoint contains \(table, \.\.\.\) have no values.* pass prepare\(\.\.\., init"
-        with pytest.raises(UsageError, match=said):
-            strategy.prepare(lost)
-        with pytest.raises(UsageError, match=r"prepare\(\) can't initialise table of a Lost"):
-            strategy.prepare(lost, initialise=True)
-        model = strategy.prepare(model)
-        assert all(strategy.full_tensor(p.detach()).isnan().all() for p in model.parameters())
-        said = r"4 of its weights \(0\.bias, 0\.weight, 1\.bias, \.\.\.\) have no values: load them .* resume a check"
-        with pytest.raises(UsageError, match=said):
-            model(torch.ones(1, 2))
 
 
 def test_a_model_on_the_meta_device_is_called_when_all_its_weights_are_loaded(tmp_path: Path) -> None:
@@ -275,5 +255,18 @@ def test_a_model_on_the_meta_device_is_called_when_all_its_weights_are_loaded(tm
             assert torch.equal(model(torch.ones(1, 1, 3))[0], expected(torch.ones(1, 1, 3))[0])
 
 
+@on_ranks()
 def test_a_model_is_not_called_without_values() -> None:
-    run_ranks(without_values)
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
+        with torch.device("meta"):
+            lost, model = Lost(), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        said = r"1 buffers that no checkpoint contains \(table, \.\.\.\) have no values.* pass prepare\(\.\.\., init"
+        with pytest.raises(UsageError, match=said):
+            strategy.prepare(lost)
+        with pytest.raises(UsageError, match=r"prepare\(\) can't initialise table of a Lost"):
+            strategy.prepare(lost, initialise=True)
+        model = strategy.prepare(model)
+        assert all(strategy.full_tensor(p.detach()).isnan().all() for p in model.parameters())
+        said = r"4 of its weights \(0\.bias, 0\.weight, 1\.bias, \.\.\.\) have no values: load them .* resume a check"
+        with pytest.raises(UsageError, match=said):
+            model(torch.ones(1, 2))

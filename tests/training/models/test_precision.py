@@ -72,16 +72,6 @@ def test_two_replicas_in_two_threads_have_the_right_dtype(name: str) -> None:
     assert dtypes == [[HALF[name]] * 20 + [torch.float32]] * 2
 
 
-@HALVES
-def test_modules_within_modules(name: str) -> None:
-    inner = applied(name, Recording())
-    outer = applied(name, Recording(inner))
-    outer(torch.ones(1, 2))
-    assert inner.dtypes == outer.dtypes == [HALF[name]]
-    assert inner.layer.weight.dtype == torch.float32
-    assert not torch.is_autocast_enabled("cpu")
-
-
 def test_autocast_within_another() -> None:
     """A model called in a context of another dtype keeps its own, and gives the context back."""
     module = applied("bf16", Recording())

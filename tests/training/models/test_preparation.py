@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plain_loop import model_of, strategy_of
 from ranks import run_ranks
 from torch import nn
 
@@ -32,9 +31,3 @@ def with_another_layer(world_size: int) -> str:
 def test_a_layer_that_was_replaced_after_prepare_is_refused_on_several_processes() -> None:
     assert all("1.weight of a prepared Sequential is another para" in said for said in run_ranks(with_another_layer, 2))
     assert with_another_layer(1) == "4"
-
-
-def test_lbfgs_is_refused() -> None:
-    model = model_of()
-    with pytest.raises(UsageError, match="LBFGS"):
-        strategy_of().prepare(model, torch.optim.LBFGS(model.parameters()))
