@@ -197,19 +197,17 @@ def in_order(backend: str, shares: tuple[int, ...] | None) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "nprocs", "launcher", "shares"),
+    ("backend", "nprocs", "shares"),
     [
-        pytest.param("ddp", 3, "spawn", (2, 1, 1), id="ddp-3-shares"),
-        pytest.param("horovod", 2, "horovodrun", None, id="horovod-2", marks=HOROVOD),
-        pytest.param("fsdp", 2, "spawn", None, id="fsdp-2", marks=FSDP),
+        pytest.param("ddp", 3, (2, 1, 1), id="ddp-3-shares"),
+        pytest.param("horovod", 2, None, id="horovod-2", marks=HOROVOD),
+        pytest.param("fsdp", 2, None, id="fsdp-2", marks=FSDP),
     ],
 )
-def test_rows_come_in_the_order_of_one_process(
-    backend: str, nprocs: int, launcher: Literal["spawn", "horovodrun"], shares: tuple[int, ...] | None
-) -> None:
+def test_rows_come_in_the_order_of_one_process(backend: str, nprocs: int, shares: tuple[int, ...] | None) -> None:
     expected = in_order("single", None)
     assert expected[0] == list(range(13))
-    for results in run_ranks(in_order, backend, shares, nprocs=nprocs, launcher=launcher):
+    for results in run_ranks(in_order, backend, shares, nprocs=nprocs):
         assert len(results) == len(expected)
         for found, alone in zip(results, expected, strict=True):
             assert found == (pytest.approx(alone, abs=1e-9) if isinstance(alone, float) else alone)
