@@ -14,11 +14,12 @@ from unitrain.checkpoint.hooks import Candidate, CheckpointHook
 from unitrain.checkpoint.origin import Origin
 from unitrain.checkpoint.sharded.loading import CheckpointView, open_on_all
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
-from unitrain.checkpoint.sharded.saving import Portion, divided, first_reason, gathered, shared_store
+from unitrain.checkpoint.sharded.saving import Portion, divided, gathered, shared_store
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Writer
+from unitrain.communication.comparison import first_reason
 from unitrain.errors import CheckpointError, UsageError, by_rank
 from unitrain.job.watch.stopping import RAISE_ERROR, Stopping
 from unitrain.process import print_stderr

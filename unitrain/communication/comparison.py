@@ -1,4 +1,4 @@
-"""Compares facts between ranks: by a digest, and only if it differs, by their values."""
+"""Compares facts between ranks: by a digest, and only if it differs, by their values. Shares reasons to refuse."""
 
 from __future__ import annotations
 
@@ -43,3 +43,8 @@ def difference_between_ranks(communicator: Communicator, facts: Mapping[str, Any
     # Several facts may differ, and all ranks must name the same one.
     name = next(name for name in communicator.all_gather_data(differing) if name is not None)
     return name, by_rank(enumerate(communicator.all_gather_data(str(facts.get(name, "missing")))))
+
+
+def first_reason(communicator: Communicator, *whys: str) -> str:
+    """Return the reason of the first rank that has one; "" if none has. Collective."""
+    return next(filter(None, communicator.all_gather_data(next(filter(None, whys), ""))), "")

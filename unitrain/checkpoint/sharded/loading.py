@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from unitrain.checkpoint.names import PARAMS, STATE
 from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint
-from unitrain.checkpoint.sharded.saving import first_reason, owners
+from unitrain.checkpoint.sharded.saving import owners
 from unitrain.checkpoint.store.located import DamagedError, Located, Manifest, store_at
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.comparison import first_reason
 from unitrain.communication.state_transfer import SentState, Triples, broadcast_tensors, outline, own_rows
 from unitrain.errors import CheckpointError
 

@@ -35,6 +35,7 @@ from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import write_part
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.comparison import first_reason
 from unitrain.communication.state_transfer import SentState, needed, outline, own_rows
 from unitrain.communication.structure import rebuilt
 from unitrain.errors import CheckpointError
@@ -286,8 +287,3 @@ def awaited_note(draft: Draft, rank: int, patience_s: float) -> dict[str, Any]:
             raise CheckpointError(f"rank {rank} has not written its shards within timeout_s ({patience_s:g} s)")
         time.sleep(pause)
         pause = min(1.1 * pause, _LONGEST_POLL_S)  # each look at an object store is a request, which costs money
-
-
-def first_reason(communicator: Communicator, *whys: str) -> str:
-    """Return the reason of the first rank that has one; "" if none has. Collective."""
-    return next(filter(None, communicator.all_gather_data(next(filter(None, whys), ""))), "")

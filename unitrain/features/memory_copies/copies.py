@@ -18,12 +18,13 @@ from pydantic import BaseModel, Field
 
 from unitrain.checkpoint.checkpoint import Checkpoint
 from unitrain.checkpoint.hooks import Candidate, CheckpointHook
-from unitrain.checkpoint.sharded.saving import NOTE, Portion, awaited_note, first_reason, write_shards
+from unitrain.checkpoint.sharded.saving import NOTE, Portion, awaited_note, write_shards
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import DamagedError, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Background
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.comparison import first_reason
 from unitrain.communication.structure import tensors
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.features.memory_copies import Settings

@@ -25,12 +25,13 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from unitrain.checkpoint.hooks import Candidate
 from unitrain.checkpoint.sharded.dcp import METADATA
-from unitrain.checkpoint.sharded.saving import NOTE, first_reason, joined_files
+from unitrain.checkpoint.sharded.saving import NOTE, joined_files
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.checkpoint.store.located import Described, FileName, Located, locate, shown_error
 from unitrain.checkpoint.store.store import FOLDER
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.comparison import first_reason
 from unitrain.communication.state_transfer import broadcast_tensors
 from unitrain.errors import listed
 from unitrain.process import print_stderr

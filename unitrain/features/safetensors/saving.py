@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import unitrain
-from unitrain.checkpoint.sharded.saving import first_reason, shared_store
+from unitrain.checkpoint.sharded.saving import shared_store
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.comparison import first_reason
 from unitrain.communication.state_transfer import Form
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.features.safetensors.loading import DTYPES, INDEX

@@ -175,7 +175,8 @@ class Watch:
         Args:
             request: the request.
             expected: the class of the answer.
-            timeout_s: how long to wait, in seconds; None for no limit: the watch ends this process if the hub has gone.
+            timeout_s: how long to wait, in seconds; None until the verdict, with which the watch ends this process,
+                unless it is about to end with an error of its own.
         """
         with self._changed:
             self._answer = None
@@ -183,7 +184,7 @@ class Watch:
         # The heartbeat came first, so that the hub knows of the call that this process is in.
         self._link.send(request)
         with self._changed:
-            self._changed.wait_for(lambda: isinstance(self._answer, expected), timeout_s)
+            self._changed.wait_for(lambda: isinstance(self._answer, expected) or self._verdict is not None, timeout_s)
             return self._answer if isinstance(self._answer, expected) else None
 
     def send(self, message: Message) -> None:
