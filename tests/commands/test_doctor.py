@@ -181,8 +181,9 @@ def test_it_lists_the_copies_that_a_killed_job_left(monkeypatch: pytest.MonkeyPa
     left = tmp_path / f"{memory_store.prefix()}0" / "step-0000000001.1"
     left.mkdir(parents=True)
     (left / "model.pt").write_bytes(bytes(2**27))
-    expected = f"0.1 GiB in {tmp_path / memory_store.prefix()}* (folders: 1): remove"
-    assert str(PROBES["copies_in_memory"]()).startswith(expected)
+    assert str(PROBES["copies_in_memory"]()).startswith(
+        f"0.1 GiB in {tmp_path / memory_store.prefix()}* (folders: 1): remove"
+    )
 
 
 HOST_NAME = """
