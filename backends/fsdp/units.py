@@ -94,14 +94,18 @@ def _owns_all(inner: nn.Module, parameters: set[Parameter], owners: dict[Paramet
 
 
 def not_divisible(module: nn.Module) -> set[Parameter]:
-    """Return the parameters that FSDP does not support: scalars, complex ones, trained ones of several dtypes."""
+    """Return the parameters that FSDP does not support.
+
+    Those are scalars, ones without elements, integers, complex numbers, and trained ones of several dtypes.
+    """
     dtypes = Counter[torch.dtype]()
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dim() and not parameter.is_complex():
             dtypes[parameter.dtype] += parameter.numel()
     # FSDP reduces the gradients of a unit together, and so in one dtype.
     most = dtypes.most_common(1)[0][0] if dtypes else None
-    return {p for p in module.parameters() if not p.dim() or p.is_complex() or (p.requires_grad and p.dtype != most)}
+    sound = [p for p in module.parameters() if p.dim() and p.numel() and p.is_floating_point()]
+    return set(module.parameters()) - {p for p in sound if p.dtype == most or not p.requires_grad}
 
 
 def converted_by_autocast(module: nn.Module) -> set[Parameter]:
