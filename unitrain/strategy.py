@@ -266,7 +266,7 @@ class Strategy:
 
     @property
     def global_step(self) -> int:
-        """Number of optimizer steps of the run so far, including those before it was resumed."""
+        """Number of steps of the run so far, also before it was resumed. Optimizers that share a loss make one."""
         return self._step.global_step
 
     def add(self, feature: FeatureType) -> FeatureType:

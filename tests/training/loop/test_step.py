@@ -118,3 +118,19 @@ def test_step_needs_an_optimizer(ready: Ready) -> None:
         strategy.step(model(torch.ones(2, 4)).sum(), model)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="take torch optimizers, not str"):
         strategy.step(model(torch.ones(2, 4)).sum(), ["SGD"])  # type: ignore[list-item]
+
+
+def test_optimizers_that_share_a_loss_make_one_step() -> None:
+    strategy = unitrain.init(backend="single", device="cpu")
+    model = nn.Linear(2, 1)
+    weight, bias = (torch.optim.SGD([p], lr=0.1) for p in model.parameters())
+    model, weight, bias = strategy.prepare(model, weight, bias)
+    x = torch.ones(1, 2)
+    strategy.step(model(x).sum(), [weight, bias])
+    strategy.backward(model(x).sum())
+    strategy.update(bias)
+    strategy.update(weight)
+    assert strategy.global_step == 2
+    for optimizer in (weight, bias):
+        strategy.step(model(x).sum(), optimizer)
+    assert strategy.global_step == 4

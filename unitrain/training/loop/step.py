@@ -68,6 +68,7 @@ class TrainingStep:
         self._accumulate = config.accumulate
         self._pass_boundary = pass_boundary
         self._at_window_end: list[Callable[[], None]] = []
+        self._together: list[Window] = []  # of the last backward
         self.hooks: Hooks = sockets.hooks
         self.batches: OpenBatches = sockets.batches
         self.averaging: Averaging = sockets.averaging
@@ -110,6 +111,7 @@ class TrainingStep:
         micro_batch = self.batches.of_backward(losses)
         last = self._ends_window(windows[0], micro_batch, sync)
         losses, total, share = self._weights.weigh(losses, micro_batch)  # weigh
+        self._together = windows
         for window in windows:
             window.enter(micro_batch, total, last)
         self.averaging.begin(losses, windows, last)
@@ -227,12 +229,16 @@ class TrainingStep:
             raise
 
     def _count(self, window: Window) -> None:
-        """Count the step, whether or not it changed weights: every rank has come as far."""
-        self._pulse.step += 1
+        """Count the step, whether or not it changed weights: every rank has come as far.
+
+        Several optimizers that share a loss make one step, which counts with the last of them.
+        """
+        counts = len(self._together) == 1 or all(each.last is None for each in self._together)
+        self._pulse.step += counts
         if self.scale.scaler is not None:
             self._update_scale()
         if self.averaging.in_step:
-            self._pulse.trained = self._pulse.trained[0] + 1, self.batches.position
+            self._pulse.trained = self._pulse.trained[0] + counts, self.batches.position
             self._pulse.phase = USER_CODE
             self.expect_next(window)
 
