@@ -33,44 +33,50 @@ LARGE: list[tuple[Tensor, int]] = [
 ]
 
 
-def send(backend: str, which: str, piece: int | None) -> tuple[list[Tensor], list[int]]:
+def send(backend: str, which: str, limits: dict[str, int]) -> tuple[list[Tensor], list[str]]:
     """Start from parameters of which this rank's are right only. Return all, and the sizes of the calls."""
     parameters = {"small": SMALL, "large": LARGE, "both": [*SMALL, *LARGE]}[which]
     with unitrain.init(backend=backend, device="cpu", timeout_s=30) as strategy, pytest.MonkeyPatch.context() as patch:
-        if piece is not None:
-            patch.setattr(exchange, "PIECE_BYTES", piece)
+        for name, limit in limits.items():
+            patch.setattr(exchange, name, limit)
         ranks = strategy.communicator
         owned: list[list[Tensor]] = [[] for _ in range(ranks.world_size)]
         found = []
         for value, owner in parameters:
             found.append(Parameter(value.clone() if owner == ranks.rank else torch.full_like(value, -1)))
             owned[owner].append(found[-1])
-        broadcast = Mock(side_effect=ranks.collectives.broadcast_async)
-        patch.setattr(ranks.collectives, "broadcast_async", broadcast)
+        calls = Mock()
+        for call in ("all_gather_async", "broadcast_async"):
+            noted = Mock(side_effect=getattr(ranks.collectives, call))
+            calls.attach_mock(noted, call.removesuffix("_async"))
+            patch.setattr(ranks.collectives, call, noted)
         sent = Exchange(ranks, owned, "parameters")
         sent()
         for p, (_, owner) in zip(found, parameters, strict=True):
             if owner != ranks.rank:
                 p.data = torch.full_like(p, -2).clone()  # in other memory
-        broadcast.reset_mock()
+        calls.reset_mock()
         sent()
-        return [p.detach() for p in found], [given.args[0].numel() for given in broadcast.mock_calls]
+        return [p.detach() for p in found], [f"{name} {given[0].numel()}" for name, given, _ in calls.mock_calls]
 
 
 @pytest.mark.parametrize(
-    ("backend", "launcher", "which", "piece", "sizes"),
+    ("backend", "launcher", "which", "limits", "calls"),
     [
-        ("ddp", "spawn", "small", None, [140, 24, 4072, 96, 32, 4]),
-        ("ddp", "spawn", "large", None, [1_200_000, 1_200_000]),
-        ("ddp", "spawn", "large", 700_000, [700_000, 500_000] * 2),
-        pytest.param("horovod", "horovodrun", "both", 700_000, [], marks=HOROVOD),
-        pytest.param("horovod", "mpirun", "both", None, [], marks=[HOROVOD, pytest.mark.soak]),
+        ("ddp", "spawn", "small", {}, ["all_gather 4072", "all_gather 24", "all_gather 96", "all_gather 32"]),
+        ("ddp", "spawn", "large", {}, ["broadcast 1200000", "broadcast 1200000"]),
+        ("ddp", "spawn", "large", {"PIECE_BYTES": 700_000}, ["broadcast 700000", "broadcast 500000"] * 2),
+        ("ddp", "spawn", "small", {"BUFFER_BYTES": 3 * 100, "CALL_BYTES": 0}, []),
+        # A rank that owns most sends its own without padding: all would send more than three times what they have.
+        ("ddp", "spawn", "small", {"CALL_BYTES": 100}, ["broadcast 140", "broadcast 4072", "broadcast 4"]),
+        pytest.param("horovod", "horovodrun", "both", {"PIECE_BYTES": 700_000}, [], marks=HOROVOD),
+        pytest.param("horovod", "mpirun", "both", {"CALL_BYTES": 0}, [], marks=[HOROVOD, pytest.mark.soak]),
     ],
 )
 def test_parameters_reach_all_ranks(
-    backend: str, launcher: Any, which: str, piece: int | None, sizes: list[int]
+    backend: str, launcher: Any, which: str, limits: dict[str, int], calls: list[str]
 ) -> None:
     expected = {"small": SMALL, "large": LARGE, "both": [*SMALL, *LARGE]}[which]
-    for found, made in run_ranks(send, backend, which, piece, nprocs=3, launcher=launcher):
+    for found, made in run_ranks(send, backend, which, limits, nprocs=3, launcher=launcher):
         assert all(map(torch.equal, found, (value for value, _ in expected)))
-        assert made[: len(sizes)] == sizes
+        assert made[: len(calls)] == calls
