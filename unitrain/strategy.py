@@ -305,8 +305,8 @@ class Strategy:
         """
         if not modules:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
+        self._step.replicas.check("evaluation()")
         with ExitStack() as swaps:
-            swaps.enter_context(self._step.replicas.shared_weights("evaluation()", buffers=True))
             for begun in self._hooks.at_evaluation:
                 begun()
             modules = tuple(swaps.enter_context(m.swapped()) if isinstance(m, Average) else m for m in modules)
@@ -347,8 +347,8 @@ class Strategy:
         Raises:
             CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
         """
-        with self._step.replicas.shared_weights("check_in_sync()", buffers=True):
-            check_in_sync(self._communicator, self._prepared.unwrap(module))
+        self._step.replicas.check("check_in_sync()")
+        check_in_sync(self._communicator, self._prepared.unwrap(module))
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return all of a parameter, its gradient or its state in an optimizer, where a rank may have only a shard.
@@ -559,8 +559,8 @@ class Strategy:
         if isinstance(module, Average):
             with module.swapped() as averaged:
                 return self.export(averaged)
-        with self._step.replicas.shared_weights("export()"):
-            return preparation.export(self._prepared.unwrap(module), self._backend, self._sockets.passes)
+        self._step.replicas.check("export()")
+        return preparation.export(self._prepared.unwrap(module), self._backend, self._sockets.passes)
 
     # -------------------------------------------------------------------------------------------------- life time
 

@@ -162,8 +162,7 @@ class Checkpoint:
                     f"save(best=...) got {by_rank(enumerate(marks))}: decide on a value that is the same on all ranks, "
                     "such as that of a strategy.meter()."
                 )
-            with self._step.replicas.shared_weights():
-                self._write(self.contents.collect(remembered), best=best)
+            self._write(self.contents.collect(remembered), best=best)
 
     def _write(self, states: dict[str, Any], *, best: bool) -> None:
         """Write a checkpoint of states by key, or start to. Collective."""

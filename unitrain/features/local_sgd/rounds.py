@@ -12,7 +12,6 @@ Low-Communication Training of Language Models" (arXiv 2311.08105).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -180,12 +179,6 @@ class LocalSGD(Feature, Replicas):
                 "which the ranks have different weights: call it after the last step of a round, or after the epoch, "
                 "which ends one."
             )
-
-    def shared_weights(self, call: str | None = None, *, buffers: bool = False) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing. Raise UsageError within a round."""
-        if call is not None:
-            self.check(call)
-        return nullcontext()
 
     def at_end(self) -> None:
         """Warn if a round has not ended."""

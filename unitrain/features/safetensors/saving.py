@@ -60,7 +60,8 @@ def save_weights(
     """
     sockets = strategy._sockets
     swapped = module.swapped() if isinstance(module, Average) else nullcontext(module)
-    with sockets.replicas.shared_weights("save_weights()"), swapped as model:
+    sockets.replicas.check("save_weights()")
+    with swapped as model:
         average_statistics([model], sockets.communicator, strategy.shares)
         _save(sockets.communicator, sockets.prepared.unwrap(model), folder, max_file_size)
 

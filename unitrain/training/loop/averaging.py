@@ -8,7 +8,6 @@ it ``Replicas``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from weakref import ref
 
@@ -364,15 +363,6 @@ class Replicas:
     def end_epoch(self) -> bool:
         """Give all ranks one model, since the data have ended. Return whether they had several. Collective."""
         return False
-
-    def shared_weights(self, call: str | None = None, *, buffers: bool = False) -> AbstractContextManager[None]:
-        """Return a context manager in which the model has weights that all ranks share.
-
-        Args:
-            call: the call that needs them. UsageError is raised if there are none at this point.
-            buffers: share buffers, too; the call is collective then.
-        """
-        return nullcontext()
 
     def check(self, call: str) -> None:
         """Raise UsageError for a call that needs one model on all ranks, if they have several."""
