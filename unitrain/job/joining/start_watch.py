@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 import psutil
 
 from unitrain.config import StrategyConfig
-from unitrain.errors import CommunicationError, listed
+from unitrain.errors import CommunicationError
 from unitrain.job.ending import end_for_others
 from unitrain.launch.detect import Launch
 from unitrain.launch.local_ranks import LocalRanks
@@ -68,8 +68,6 @@ class _StartWatch:
         self._patience_s = min(config.heartbeat_timeout_s, config.timeout_s)
         # By their processes, since nothing connects the ranks yet.
         self._ranks = LocalRanks(launch)
-        # Launchers start all ranks of a host at once. Without one, only a rank that was seen can be missed.
-        self._all_started = launch.launcher != "env" and self._ranks.all_visible()
         self._rank = "rank" if launch.local_world_size == launch.world_size else "local rank"
         self._joined = threading.Event()
         self._thread = threading.Thread(target=self._run, name="unitrain start watch", daemon=True)
@@ -85,21 +83,21 @@ class _StartWatch:
         others = self._ranks.present()
         if not any(has_thread(process.pid, _THREAD) for process in others.pop(self._launch.local_rank)):
             return ""  # the system does not tell
-        described = []
-        for rank, processes in sorted(others.items()):
-            if not any(has_thread(process.pid, _THREAD) for process in processes):
-                described.append(f"{self._rank} {rank} ({', '.join(map(_described, processes))})")
-        gone = sorted({*range(self._launch.local_world_size)} - {self._launch.local_rank, *others})
-        if gone and self._all_started:
-            described.append(f"{self._rank} {listed(gone)} (no process)")
+        described = [
+            f"{self._rank} {rank} ({', '.join(map(_described, processes))})"
+            for rank, processes in sorted(others.items())
+            if not any(has_thread(process.pid, _THREAD) for process in processes)
+        ]
         return f" Not in unitrain.init on this host: {'; '.join(described)}." if described else ""
 
     def _run(self) -> None:
         """Check the ranks of this host again and again. Runs in the watch's thread."""
         name_thread(_THREAD)
         began = checked_at = time.monotonic()
+        # Launchers start all ranks of a host at once. Without one, only a rank that was seen can be missed.
+        all_started = self._launch.launcher != "env" and self._ranks.all_visible()
         # When each rank was last seen, and was not stopped.
-        seen_at = dict.fromkeys(range(self._launch.local_world_size), began) if self._all_started else {}
+        seen_at = dict.fromkeys(range(self._launch.local_world_size), began) if all_started else {}
         # Several checks must fit into the patience, which may be short in tests.
         while not self._joined.wait(min(_CHECK_S, self._patience_s / 5)):
             now = time.monotonic()
