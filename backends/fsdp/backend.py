@@ -84,12 +84,9 @@ class FSDPBackend(ProcessGroupBackend):
         """Initialise the process group, and the groups that shard and replicate parameters."""
         world = super().start()
         if self.world_size > 1:
-            from .shards import warn_of_pickles
-
             if self.device.type == "cpu":
                 return_freed_memory(LARGE)  # units of the same sizes come and go, among shards
             self._mesh = self._make_mesh()
-            warn_of_pickles()
         return world
 
     def _make_mesh(self) -> DeviceMesh:
@@ -207,7 +204,7 @@ class FSDPBackend(ProcessGroupBackend):
             left = any(leaf.grad is not None for leaf in leaves)
             if searches:
                 # A parameter that any rank has used has a gradient on all, as one device would have it.
-                *used, left = self._any_rank([*used, left])
+                *used, left = self.on_any_rank([*used, left])
             # The optimizer changes the shards: what a forward has gathered would be stale after it.
             for module in dict.fromkeys(self.sharding.module_of[p] for p in sharded if p in self.sharding.module_of):
                 if left:
@@ -230,9 +227,3 @@ class FSDPBackend(ProcessGroupBackend):
             raise UsageError(
                 f"{self._names[parameter]} has a sparse gradient, which FSDP lacks: create its layer with sparse=False."
             )
-
-    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Return which flags are true on any rank. Collective."""
-        flags_of_all = torch.tensor(flags, dtype=torch.int32, device=self.device)
-        self.all_reduce(flags_of_all, "max", "gradients.used")()
-        return [bool(flag) for flag in flags_of_all.tolist()]

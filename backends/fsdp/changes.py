@@ -70,17 +70,11 @@ class ForwardChanges:
         )
 
 
-def refuse_hidden_outputs(unit: nn.Module) -> None:
-    """Refuse outputs in objects that FSDP does not look into: it would free weights that their backward reads.
+def check_output(module: nn.Module, args: Any, output: Any) -> None:
+    """Raise UsageError if an object has a tensor with a graph, and is none of those that torch's pytree opens.
 
-    Args:
-        unit: a module that FSDP gathers as one, and frees after its forward.
+    FSDP would free weights that their backward reads. A hook of each unit that is freed after its forward.
     """
-    unit.register_forward_hook(eager(_check_output))
-
-
-def _check_output(module: nn.Module, args: Any, output: Any) -> None:
-    """Raise UsageError if an object has a tensor with a graph, and is none of those that torch's pytree opens."""
     if isinstance(output, Tensor):
         return
     for part in tree_leaves(output):
@@ -115,17 +109,11 @@ def refuse_tied(module: nn.Module) -> None:
     hook = module.register_forward_pre_hook(eager(check), prepend=True)
 
 
-def explain_forward(module: nn.Module) -> None:
+def name_layer(module: nn.Module, args: Any, output: Any) -> None:
     """Have torch's error on weights that were not gathered in a forward name the layer, the line and a remedy.
 
-    Args:
-        module: the sharded module.
+    A hook of the sharded module, called after errors, too. It can't raise another error in place of torch's.
     """
-    module.register_forward_hook(eager(_name_layer), always_call=True)
-
-
-def _name_layer(module: nn.Module, args: Any, output: Any) -> None:
-    """Replace the message of torch's error, if there is one. A hook, which can't raise another error in its place."""
     error = sys.exc_info()[1]
     if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
         return

@@ -26,7 +26,7 @@ from unitrain.module_copy import add_hooks, move_foreign, without_memory
 from unitrain.pulse import USER_CODE, Pulse
 from unitrain.training.models.materialising import give_memory
 
-from .changes import ForwardChanges, eager, explain_forward, explain_methods, refuse_hidden_outputs, refuse_tied
+from .changes import ForwardChanges, check_output, eager, explain_methods, name_layer, refuse_tied
 from .settings import FSDPSettings
 from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
@@ -90,15 +90,13 @@ class ShardedModule:
             give_memory(unit, device)  # until it is sharded; values come later
             changes[unit] = ForwardChanges(unit)
             if settings.reshard_after_forward:
-                refuse_hidden_outputs(unit)
+                unit.register_forward_hook(eager(check_output))
             self._divide(unit, shard)
-        assert isinstance(module, FSDPModule)
         for method in ("__deepcopy__", "__reduce_ex__"):
             setattr(type(module), method, _refuse_copy)  # of the subclass that FSDP has made for sharded modules
-        self._root: FSDPModule = module
         self._module: nn.Module = module
         units_by_name = {name: unit for name, unit in module.named_modules() if isinstance(unit, FSDPModule)}
-        self._units: list[FSDPModule] = list(units_by_name.values())
+        self._units: list[FSDPModule] = list(units_by_name.values())  # first of all the module
         for name, fsdp_unit in units_by_name.items():
             _record_gathering(fsdp_unit, name or "the model", pulse)
             if not has_mean:
@@ -122,12 +120,13 @@ class ShardedModule:
                 self._move_hooks(whole_parameters[name], parameter)
                 for method in ("register_hook", "register_post_accumulate_grad_hook"):
                     setattr(parameter, method, partial(self._register, parameter, method))
-        module.set_reshard_after_backward(settings.reshard_after_backward)
+        self._units[0].set_reshard_after_backward(settings.reshard_after_backward)
         if not settings.reshard_after_forward:
             module.register_forward_hook(self._reshard_without_grad)
-        module.set_reduce_scatter_unused_params(True)  # ranks that use different parameters reduce the same ones
+        # Ranks that use different parameters reduce the same ones.
+        self._units[0].set_reduce_scatter_unused_params(True)
         refuse_tied(module)
-        explain_forward(module)
+        module.register_forward_hook(eager(name_layer), always_call=True)
         explain_methods(module)
 
     def _divide(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
@@ -145,7 +144,6 @@ class ShardedModule:
     def _move_hooks(self, old: Parameter, new: Parameter) -> None:
         """Call the hooks of the script, as before, with the local gradient."""
         leaf = self.leaf(new)
-        assert leaf is not None
         leaf.requires_grad_(True)  # a hook can't be added otherwise
         add_hooks(leaf, of=old)
         leaf.requires_grad_(new.requires_grad)
@@ -154,14 +152,13 @@ class ShardedModule:
         """Register a hook of a shard with the leaf: autograd never reaches the shard. Return its handle."""
         return getattr(self.leaf(parameter), method)(hook)
 
-    def leaf(self, parameter: Tensor) -> Tensor | None:
-        """Return the leaf of the graph for a sharded parameter; None if it is not one of this module.
+    def leaf(self, parameter: Tensor) -> Tensor:
+        """Return the leaf of the graph for a sharded parameter.
 
         Args:
-            parameter: the sharded parameter, a DTensor.
+            parameter: a sharded parameter of this module, a DTensor.
         """
-        leaf = self._leaves.get(parameter)
-        return None if leaf is None else leaf.requires_grad_(parameter.requires_grad)  # the script may have changed it
+        return self._leaves[parameter].requires_grad_(parameter.requires_grad)  # the script may have changed it
 
     def reshard(self) -> None:
         """Free the whole weights of all units, before the weights change."""
@@ -177,8 +174,8 @@ class ShardedModule:
 
     def arm(self, sync: bool) -> None:
         """Set whether the next backward reduces gradients, or accumulates them."""
-        self._root.set_requires_gradient_sync(sync)
-        self._root.set_is_last_backward(sync)
+        self._units[0].set_requires_gradient_sync(sync)
+        self._units[0].set_is_last_backward(sync)
 
     def reduce_rest(self) -> None:
         """Reduce the gradients that whole parameters still have after a backward. Collective.
@@ -269,7 +266,4 @@ def _policy(
 
 def _refuse_copy(module: nn.Module, argument: Any) -> NoReturn:
     """Raise UsageError: copying a DTensor would copy this rank's shard only. Called by a deep copy, and by pickle."""
-    raise UsageError(
-        "a sharded model can't be deep-copied or pickled: use strategy.export(model) for a copy on the CPU, or "
-        "strategy.save(model, path)."
-    )
+    raise UsageError("a sharded model can't be deep-copied or pickled: strategy.export(model) is a copy that can.")

@@ -50,15 +50,12 @@ class FSDPSharding(Sharding):
     def leaf(self, parameter: Parameter) -> Tensor:
         """Return FSDP's unsharded parameter."""
         module = self.module_of.get(parameter)
-        leaf = None if module is None else module.leaf(parameter)
-        return parameter if leaf is None else leaf
+        return parameter if module is None else module.leaf(parameter)
 
     def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Drop the reduced gradients, and those that backwards have accumulated without reducing them."""
         for parameter in parameters:
-            parameter.grad = None
-            if parameter in self.module_of:
-                self.leaf(parameter).grad = None
+            parameter.grad = self.leaf(parameter).grad = None
         self.used.difference_update(parameters)
 
     def copy_module(self, module: nn.Module) -> nn.Module:

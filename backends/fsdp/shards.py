@@ -13,22 +13,20 @@ from torch.distributed.tensor import DTensor, Shard
 from unitrain import call_site
 
 
-def warn_of_pickles() -> None:
-    """Warn from now on where the script pickles a tensor that is sharded, as ``torch.save(model.state_dict())`` does.
+def _pickled(tensor: DTensor) -> Any:
+    """Return the pickled form of a sharded tensor, as pickle makes it otherwise, and warn of it.
 
     State dicts have other tensors than the parameters, so that only their class can tell. It is no error, since each
     rank may load its part again in the same world.
     """
-    copyreg.pickle(DTensor, _pickled)
-
-
-def _pickled(tensor: DTensor) -> Any:
-    """Return the pickled form of a sharded tensor, as pickle makes it otherwise."""
     call_site.warn(
         "this pickles a sharded tensor, as torch.save(model.state_dict()) does: the file has this rank's part of the "
         "values only. Use strategy.save(model, path) on all ranks, or strategy.checkpoint, which save all of them."
     )
     return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+
+
+copyreg.pickle(DTensor, _pickled)
 
 
 def to_local(tensor: Tensor) -> Tensor:

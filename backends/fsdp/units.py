@@ -43,7 +43,7 @@ def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module
         parameters = set(inner.parameters())
         rest = sum(parameter.numel() for parameter in parameters - taken)
         least = wrap if isinstance(wrap, int) else 1 if wrap is not None else max(1, _LEAST_SHARE * total)
-        if rest >= least and _owns_all(inner, parameters, owners):
+        if rest >= least and set[nn.Module]().union(*(owners[p] for p in parameters)) <= set(inner.modules()):
             separate.append(inner)
             taken |= parameters
     return separate
@@ -87,12 +87,6 @@ def _owners(module: nn.Module) -> dict[Parameter, set[nn.Module]]:
     return owners
 
 
-def _owns_all(inner: nn.Module, parameters: set[Parameter], owners: dict[Parameter, set[nn.Module]]) -> bool:
-    """Return whether all layers that have one of the parameters are within ``inner``."""
-    layers = set(inner.modules())
-    return all(owners[parameter] <= layers for parameter in parameters)
-
-
 def not_divisible(module: nn.Module) -> set[Parameter]:
     """Return the parameters that FSDP does not support.
 
@@ -109,9 +103,4 @@ def not_divisible(module: nn.Module) -> set[Parameter]:
 
 def converted_by_autocast(module: nn.Module) -> set[Parameter]:
     """Return the parameters that autocast converts wherever they are used, in linear layers and convolutions."""
-    converted: dict[Parameter, bool] = {}
-    for layer in module.modules():
-        is_one = type(layer) in _CONVERTED
-        for parameter in layer.parameters(recurse=False):
-            converted[parameter] = is_one and converted.get(parameter, True)
-    return {parameter for parameter, is_one in converted.items() if is_one}
+    return {p for p, layers in _owners(module).items() if all(type(layer) in _CONVERTED for layer in layers)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -185,16 +186,19 @@ class ProcessGroupBackend(Backend):
             parameters: the same on all ranks. One that only some ranks have used has zeros on the others.
         """
         # The ranks must agree, or some would wait for a gradient that others do not have.
-        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
-        self.all_reduce(used, "max", "gradients.used")()
-        for p, is_used in zip(parameters, used.tolist(), strict=True):
-            if not is_used:
-                continue
+        used = self.on_any_rank([p.grad is not None for p in parameters])
+        for p in itertools.compress(parameters, used):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             gradient = p.grad.to(self.device).contiguous()
             self.all_reduce(gradient, "sum", "gradients.late")()
             p.grad.copy_(gradient.div_(self.world_size))
+
+    def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return which flags are true on any rank. Collective."""
+        flags_of_all = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        self.all_reduce(flags_of_all, "max", "gradients.used")()
+        return [bool(flag) for flag in flags_of_all.tolist()]
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
         """All-reduce in the core's process group."""
