@@ -187,12 +187,10 @@ def in_order(backend: str, shares: tuple[int, ...] | None) -> list[Any]:
             with pytest.raises(UsageError, match=r"gather got \d rows for \d samples of .* on rank 0"):
                 strategy.gather(batch[1:] if strategy.is_main else batch, in_order=train)
             strategy.step(embed(batch[:, None]).mean(), optimizer)
-        for loader, message in (
-            ([values], "takes a loader"),
-            (strategy.dataloader(values, batch_size=1), "not iterated over"),
-        ):
+        refused: list[Any] = [[values], strategy.dataloader(values, batch_size=1)]
+        for wrong, message in zip(refused, ("takes a loader", "not iterated over"), strict=True):
             with pytest.raises(UsageError, match=message):
-                strategy.gather(values, in_order=loader)
+                strategy.gather(values, in_order=wrong)
         return results
 
 

@@ -19,7 +19,6 @@ from unitrain.data.options import LoaderOptions, WorkerOptions
 from unitrain.data.order.division import Batching, Division
 from unitrain.data.order.samplers import replicas_of
 from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
-from unitrain.data.reading.dealing import is_dealt
 from unitrain.errors import ConfigError, DataError, nearest
 
 _PASSED_ON = tuple(WorkerOptions.__annotations__)
@@ -113,11 +112,6 @@ class LoaderSettings:
     def is_iterable(self) -> bool:
         """Whether the dataset is an iterable one."""
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank and worker reads another part of an iterable dataset."""
-        return self.is_iterable and (is_dealt(self.dataset) if self.sharded is None else self.sharded)
 
     def _convert(self, loader: DataLoader[Any]) -> None:
         """Take over the arguments of a torch DataLoader. Arguments that the script passes as well take precedence."""

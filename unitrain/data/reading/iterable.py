@@ -62,7 +62,7 @@ class Iterable:
         settings: dict[str, Any],
     ) -> None:
         self._dataset = given.dataset
-        dealt = given.is_sharded and is_dealt(self._dataset)
+        dealt = is_sharded(given) and is_dealt(self._dataset)
         if given.shards is not None and not dealt:
             raise ConfigError(
                 f"shards is not for this {type(self._dataset).__name__}: only iterable datasets with a method "
@@ -73,9 +73,9 @@ class Iterable:
         self._collate = collate
         self._settings = settings
         self._workers: int = max(1, settings["num_workers"])
-        self._agreement = Agreement(communicator, plan) if given.is_sharded else None
+        self._agreement = Agreement(communicator, plan) if is_sharded(given) else None
         self._generator = torch.Generator()
-        self._usual = self._resumed = _Reading(-1, self._dealing(given.shards) if given.is_sharded else None)
+        self._usual = self._resumed = _Reading(-1, self._dealing(given.shards) if is_sharded(given) else None)
         # By part and group of this rank's shards: where they continue after their last turns, digests of their first
         # samples, and the digests that they should have.
         self._seeks: dict[tuple[int, int], list[Seek]] = {}
@@ -313,3 +313,8 @@ def _plain(dealing: Dealing) -> list[Any]:
     if dealing.loose:
         return [dealing.parts, dealing.groups, dealing.size // dealing.parts]
     return [dealing.parts, dealing.groups, dealing.size, [list(pair) for pair in dealing.earlier_sizes]]
+
+
+def is_sharded(given: LoaderSettings) -> bool:
+    """Return whether each rank and worker reads another part of an iterable dataset."""
+    return given.is_iterable and (is_dealt(given.dataset) if given.sharded is None else given.sharded)

@@ -8,7 +8,7 @@ from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.order.samplers import Orders
 from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
-from unitrain.data.reading.iterable import Iterable
+from unitrain.data.reading.iterable import Iterable, is_sharded
 from unitrain.data.reading.map_style import MapStyle
 from unitrain.data.reading.workers import with_defaults
 from unitrain.data.settings import LoaderSettings
@@ -38,7 +38,7 @@ def make_source(
         ConfigError: an argument does not go with the kind of the dataset, or with the number of ranks.
         DataError: there would be no batches.
     """
-    ranks, dataset, sharded = communicator, given.dataset, given.is_sharded
+    ranks, dataset, sharded = communicator, given.dataset, is_sharded(given)
     settings = with_defaults(
         given.passed_on, dataset, ranks.device, config,
         local_world_size=local_world_size, most_workers=1 if given.is_iterable and not sharded else 8,
