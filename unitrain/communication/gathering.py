@@ -34,7 +34,7 @@ class Gathering:
             value: this rank's rows.
             has_rows: whether they count. A stand-in's don't.
             differentiable: pass gradients back to each rank's rows.
-            positions: of this rank's rows, by which those of all ranks are sorted. Negative ones are of stand-ins,
+            positions: of this rank's rows, by which the rows of all ranks are sorted. Negative ones are of stand-ins,
                 whose rows don't count, and may have been left out.
         """
         leaves: list[Any] = []
