@@ -408,9 +408,8 @@ class Strategy:
                 then. As ``step`` weighs each rank's loss by its share of the batch, a loss over gathered rows has the
                 gradient that one process computes for the global batch.
             in_order: the loader that the rows are from, one for each sample: in its loop, of the batch that it yielded
-                last, and after it, of all of its batches. Then they come in the order in which one process would read
-                them: the dataset's, unless the loader shuffles or has a sampler. Otherwise, the rows of rank 0 come
-                first, then those of rank 1, and so on.
+                last, and after it, of all of its batches. They come as one process would read them: in the dataset's
+                order, unless the loader shuffles or has a sampler. Without it, they come rank by rank.
 
         Raises:
             UsageError: structures, dtypes or other dimensions differ, or a rank has not one row for each sample of

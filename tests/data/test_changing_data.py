@@ -69,7 +69,7 @@ def test_within_an_epoch_nothing_changes() -> None:
     pool.items += [19]
     state = loader.state_dict()
     assert (state["length"], state["consumed"]) == (19, 4)
-    with pytest.raises(CheckpointError, match="belongs to a dataset of 19 samples, but this one has 20"):
+    with pytest.raises(CheckpointError, match="its length is 19, but this one's is 20"):
         pretended_rank().dataloader(pool, batch_size=4).load_state_dict(state)
 
 

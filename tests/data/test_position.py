@@ -276,7 +276,7 @@ def test_training_goes_on_after_a_state_was_loaded_within_a_window() -> None:
 
 
 def test_a_dataset_of_another_length_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="of 20 samples, but this one has 21"):
+    with pytest.raises(CheckpointError, match="its length is 20, but this one's is 21"):
         plain_loader(21).load_state_dict(plain_loader(20).state_dict())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import run_ranks
 from torch.utils.data import Dataset
 
 import unitrain
@@ -51,8 +51,7 @@ def first(samples: list[Any]) -> Any:
     return samples[0]
 
 
-@on_ranks()
-def test_other_data_on_one_rank_are_an_error_on_all() -> None:
+def with_other_data() -> None:
     with unitrain.init(device="cpu", timeout_s=20) as strategy:
         rank, world = strategy.rank, strategy.world_size
         turned = list(range(24))[::-1] if rank else list(range(24))
@@ -89,3 +88,7 @@ def test_other_data_on_one_rank_are_an_error_on_all() -> None:
         grown[12:] = [float(rank)] * 20
         with pytest.raises(unitrain.DataError, match="is another than on rank 0"):
             list(loader)
+
+
+def test_other_data_on_one_rank_are_an_error_on_all() -> None:
+    run_ranks(with_other_data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Gathering:
             value: this rank's rows.
             has_rows: whether they count. A stand-in's don't.
             differentiable: pass gradients back to each rank's rows.
-            positions: of this rank's rows, by which those of all ranks are sorted. Negative ones are of stand-ins,
+            positions: of this rank's rows, by which the rows of all ranks are sorted. Negative ones are of stand-ins,
                 whose rows don't count, and may have been left out.
         """
         leaves: list[Any] = []
@@ -55,7 +55,7 @@ class Gathering:
         if positions is not None:
             leaves.append(positions[positions >= 0])
             form += " in order"
-        gathered = self._gather(_Part(leaves, form, misfit))
+        gathered = self._gather(leaves, form, misfit)
         if positions is not None:
             order = gathered.pop().argsort()
             gathered = [_picked(rows, order) for rows in gathered]
@@ -68,19 +68,29 @@ class Gathering:
         row = _in_rows(tensor.unsqueeze(0), has_rows=True, differentiable=True)
         return self._rows(row, [1] * self._communicator.world_size)
 
-    def _gather(self, part: _Part) -> list[Any]:
+    def _gather(self, leaves: list[Any], form: str, misfit: tuple[int, int]) -> list[Any]:
+        """Return the rows of all ranks for each leaf.
+
+        Args:
+            leaves: tensors with rows in their first dimension, and lists.
+            form: a description of the whole, which must be the same on all ranks.
+            misfit: the number of rows of a leaf that has too few or too many, and the number that it needs.
+        """
         ranks = self._communicator
-        facts = torch.tensor(part.facts(), device=ranks.device)
-        only_tensors, digests, rows, given, needed = ranks.collectives.all_gather(facts).T.tolist()
+        counts = {len(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves}  # -1 is unknown
+        facts = [derived_seed(form) >> 1, counts.pop() if len(counts) == 1 else -1, *misfit]
+        every = ranks.collectives.all_gather(torch.tensor(facts, device=ranks.device))
+        digests, rows, given, needed = every.T.tolist()
         if given != needed:
             rank = next(rank for rank in range(len(given)) if given[rank] != needed[rank])
             raise UsageError(
                 f"gather got {given[rank]} rows for {needed[rank]} samples of the loader of in_order= on rank {rank}: "
                 "in the loop over it, pass a row for each sample of its last batch, and after it, of all batches."
             )
-        if all(only_tensors) and len(set(digests)) == 1 and min(rows) >= 0:
-            return [self._rows(leaf, rows) for leaf in part.leaves]
-        descriptions = ranks.all_gather_object(part.description())
+        if len(set(digests)) == 1 and min(rows) >= 0:
+            return [self._rows(leaf, rows) for leaf in leaves]
+        shapes = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        descriptions = ranks.all_gather_object([form, *shapes])
         forms = [form for form, *_ in descriptions]
         if len(set(forms)) > 1:
             raise UsageError(
@@ -91,7 +101,7 @@ class Gathering:
             self._rows(leaf, [shape[0] for shape in given])
             if isinstance(leaf, Tensor)
             else refilled(leaf, [row for rows in given for row in rows])
-            for leaf, *given in zip(part.leaves, *(leaves for _, *leaves in descriptions), strict=True)
+            for leaf, *given in zip(leaves, *(shapes for _, *shapes in descriptions), strict=True)
         ]
 
     def _rows(self, leaf: Tensor, counts: Sequence[int]) -> Tensor:
@@ -118,26 +128,6 @@ def gather_rows(communicator: Communicator, tensor: Tensor, counts: Sequence[int
         parts = communicator.collectives.all_gather_padded(work.reshape(-1), sizes)
         work = torch.cat(parts).view(sum(counts), *row)
     return work.to(tensor.device)
-
-
-class _Part(NamedTuple):
-    """The values of one rank: tensors with rows in their first dimension, lists, and a description of the whole."""
-
-    leaves: list[Any]
-    form: str
-    misfit: tuple[int, int] = (0, 0)
-    """The number of rows of a leaf that has too few or too many, and the number that it needs."""
-
-    def facts(self) -> list[int]:
-        """Return whether there are only tensors, a digest of the form, and numbers of rows: -1 if it differs."""
-        if not self.leaves or any(isinstance(leaf, list) for leaf in self.leaves):
-            return [0, 0, 0, *self.misfit]
-        rows = {len(leaf) for leaf in self.leaves}
-        return [1, derived_seed(self.form) >> 1, rows.pop() if len(rows) == 1 else -1, *self.misfit]
-
-    def description(self) -> list[Any]:
-        """Return the form, and for each leaf its shape, or its objects."""
-        return [self.form, *(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)]
 
 
 class _Form:

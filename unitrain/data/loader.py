@@ -144,10 +144,11 @@ class Loader:
                 "with batching=: let it yield an index with each sample, gather that as well, and sort by it."
             )
         last, part = iteration.micro_batch, part_of(self._communicator.rank, self._loop.shares)
-        stop = 0 if last is None else last.stop
-        read = self._source.read(stop) if iteration.is_over or last is None else [last]
-        positions = (batch.positions(part) if batch.count else np.array([-1]) for batch in read)
-        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *positions]))
+        if last is None:  # resumed at the end of an epoch
+            return torch.empty(0, dtype=torch.int64)
+        read = self._source.read(last.stop) if iteration.is_over else [last]
+        positions = [batch.positions(part) if batch.count else np.array([-1]) for batch in read]
+        return torch.from_numpy(np.concatenate(positions))
 
     @property
     def epoch(self) -> int:

@@ -47,7 +47,7 @@ def test_a_whole_stream_is_dealt_out_like_map_style_data(
     seen = []
     for rank in range(world_size):
         plan = replace(whole, rank=rank, world_size=world_size, shares=shares)
-        stream = WholeStream(Numbers(length), replace(plan, samples=0, start=0), default_collate)
+        stream = WholeStream(Numbers(length), replace(plan, samples=0, start=0), default_collate, ())
         read = [list(stream._pieces(0, start, worker, workers)) for worker in range(workers)]
         # A DataLoader asks its workers in turn.
         pieces = [piece for turn in itertools.zip_longest(*read) for piece in turn if piece is not None]

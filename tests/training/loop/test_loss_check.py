@@ -165,13 +165,15 @@ def train_on_padded_batches(numbers: list[list[int]]) -> list[str]:
     """Train on a mean over this many elements for each sample on each rank, as if batches were padded."""
     with unitrain.init(backend="ddp", timeout_s=30) as strategy, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        model, optimizer = strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+        line = nn.Linear(1, 1)
+        model, optimizer = strategy.prepare(line, torch.optim.SGD(line.parameters(), lr=0.1))
         for of_ranks in numbers:
             for rows in strategy.dataloader(torch.ones(9, 1), global_batch_size=3):  # two samples on rank 0
                 elements = model(rows).expand(len(rows), of_ranks[strategy.rank])
-                strategy.step(
-                    elements.square().mean() + 0.1 * (model.module.weight.expand(5, 5) ** 2).mean(), optimizer
-                )
+                penalty = sum(
+                    (weight.expand(5, 5) ** 2).mean() for weight in model.parameters()
+                )  # a mean over no samples
+                strategy.step(elements.square().mean() + 0.1 * penalty, optimizer)
     return [f"{one.filename}: {one.message}" for one in seen]
 
 

@@ -101,9 +101,8 @@ class Orders:
             digest = hashlib.blake2b(indices.tobytes(), digest_size=8).hexdigest()
             self._last = (seed, number, samples), _Drawn(indices, sizes, digest)
         drawn = self._last[1]
-        if isinstance(self._plan, BatchPlan):
-            return Epoch(replace(self._plan, sizes=drawn.sizes, start=start), drawn, repeats=True)
-        return Epoch(replace(self._plan, samples=len(drawn.indices), start=start), drawn, repeats=True)
+        drawn_size = {"sizes": drawn.sizes} if isinstance(self._plan, BatchPlan) else {"samples": len(drawn.indices)}
+        return Epoch(replace(self._plan, start=start, **drawn_size), drawn, repeats=True)
 
     def drawn(self, seed: int, number: int) -> str:
         """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""

@@ -168,6 +168,11 @@ def library(dataset: Any) -> str:
     return type(dataset).__module__.partition(".")[0]
 
 
+def is_dealt(dataset: Any) -> bool:
+    """Return whether a dataset is of a library that shards its datasets, or has a method ``shard``."""
+    return library(dataset) in LIBRARIES or callable(getattr(dataset, "shard", None))
+
+
 def _shard_of(dataset: Any, dealing: Dealing, part: int, group: int, epoch: int, seed: int) -> Any:
     """Return a shard of a dataset, or the dataset where it gives each rank and worker its own, as pretended to it."""
     if library(dataset) == "datasets":

@@ -44,9 +44,6 @@ class BatchReader(Dataset[Any]):
         self._collate = collate
         self._seeded = SeededReads()
 
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
-
     def __getitems__(self, request: Request) -> Any:
         if request.compared:
             return self._digests(request)

@@ -107,14 +107,10 @@ def check_same_data(state: Mapping[str, Any], current: Mapping[str, Any]) -> Non
     Raises:
         CheckpointError: the length or the fingerprint differs.
     """
-    remedy = "Use the dataset that the run was started with, or start a new epoch with other data: set loader.epoch."
-    if state["length"] != current["length"]:
-        raise CheckpointError(
-            f"the state belongs to a dataset of {state['length']} samples, but this one has {current['length']}. "
-            f"{remedy}"
-        )
-    if state["fingerprint"] != current["fingerprint"] and state["fingerprint"] and current["fingerprint"]:
-        raise CheckpointError(
-            f"the state belongs to another dataset: its fingerprint is {state['fingerprint']}, but this one's is "
-            f"{current['fingerprint']}. {remedy}"
-        )
+    for name in ("length", "fingerprint"):
+        saved, now = state[name], current[name]
+        if saved != now and (name == "length" or (saved and now)):
+            raise CheckpointError(
+                f"the state belongs to another dataset: its {name} is {saved}, but this one's is {now}. Use the data "
+                "that the run was started with, or start a new epoch with other data: set loader.epoch."
+            )

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.data.order.sharding import EpochPlan, MicroBatch
 from unitrain.data.reading.agreement import Agreement
-from unitrain.data.reading.dealing import LIBRARIES, Beginning, Dealing, Seek, library
+from unitrain.data.reading.dealing import Beginning, Dealing, Seek, is_dealt
 from unitrain.data.reading.fetching import Collate, as_is
 from unitrain.data.reading.stream import ShardedStream, WholeStream
 from unitrain.data.reading.workers import with_deaths_explained
+from unitrain.data.settings import LoaderSettings
 from unitrain.errors import CheckpointError, ConfigError, DataError
 from unitrain.rng import derived_seed
 
@@ -42,12 +44,9 @@ class Iterable:
 
     Args:
         communicator: compares the first samples of the ranks, and agrees on the ends of shards.
-        dataset: the dataset, which is pickled for workers.
+        given: the arguments of the loader: the dataset, which is pickled for workers, and how it is sharded.
         plan: has the sizes of the steps; its number of samples is not used.
         collate: makes a batch of a list of samples.
-        sharded: whether each rank and worker reads a different part.
-        shards: of a sharded dataset, how many shards a global batch comes from, and how many groups of these there are;
-            None for one shard for each rank and worker.
         settings: keyword arguments of the DataLoader.
 
     Raises:
@@ -57,28 +56,26 @@ class Iterable:
     def __init__(
         self,
         communicator: Communicator,
-        dataset: Any,
+        given: LoaderSettings,
         plan: EpochPlan,
         collate: Collate,
-        *,
-        sharded: bool,
-        shards: tuple[int, int] | None,
         settings: dict[str, Any],
     ) -> None:
-        if shards is not None and not (sharded and is_sharded(dataset)):
+        self._dataset = given.dataset
+        dealt = is_sharded(given) and is_dealt(self._dataset)
+        if given.shards is not None and not dealt:
             raise ConfigError(
-                f"shards is not for this {type(dataset).__name__}: only iterable datasets with a method "
+                f"shards is not for this {type(self._dataset).__name__}: only iterable datasets with a method "
                 "shard(num_shards, index), of Hugging Face and of WebDataset are read in shards, without sharded=False."
             )
         self._communicator = communicator
-        self._dataset = dataset
         self._plan = plan
         self._collate = collate
         self._settings = settings
         self._workers: int = max(1, settings["num_workers"])
-        self._agreement = Agreement(communicator, plan) if sharded else None
+        self._agreement = Agreement(communicator, plan) if is_sharded(given) else None
         self._generator = torch.Generator()
-        self._usual = self._resumed = _Reading(-1, self._dealing(shards) if sharded else None)
+        self._usual = self._resumed = _Reading(-1, self._dealing(given.shards) if is_sharded(given) else None)
         # By part and group of this rank's shards: where they continue after their last turns, digests of their first
         # samples, and the digests that they should have.
         self._seeks: dict[tuple[int, int], list[Seek]] = {}
@@ -91,7 +88,7 @@ class Iterable:
     def _dealing(self, shards: tuple[int, int] | None) -> Dealing:
         """Return how to deal out the shards in epochs that are not resumed within."""
         plan = self._plan
-        if is_sharded(self._dataset):
+        if is_dealt(self._dataset):
             parts, groups = shards or (plan.world_size, self._workers)
             if plan.global_batch < parts:
                 raise ConfigError(_too_few(plan.global_batch, parts))
@@ -110,7 +107,7 @@ class Iterable:
         self._reading = reading
         source = self._dataset, self._plan, self._collate
         _, dealing, seeks, _ = reading
-        self._stream = WholeStream(*source, seeks) if dealing is None else ShardedStream(*source, dealing, seeks)
+        self._stream = WholeStream(*source, seeks) if dealing is None else ShardedStream(*source, seeks, dealing)
         # batch_size=None: the stream yields batches, and the DataLoader is to collect no samples.
         self._loader: DataLoader[Any] = DataLoader(
             self._stream, batch_size=None, collate_fn=as_is, generator=self._generator, **self._settings
@@ -247,52 +244,60 @@ class Iterable:
             for shard in piece.beginnings:
                 if self._expected.pop(shard[:2], shard.digest) != shard.digest:
                     self._expected.clear()
-                    self._communicator.warn(
-                        f"this {type(self._dataset).__name__} is read again to continue in epoch {self._seeks_of}, and "
-                        "begins with another sample than before. In another order, samples are repeated and others "
-                        f"left out until the epoch's end: {_DRAW}, or give it state_dict and load_state_dict."
+                    self._warn(
+                        f"is read again to continue in epoch {self._seeks_of}, and begins with another sample than "
+                        "before. In another order, samples are repeated and others left out until the epoch's end: "
+                        f"{_DRAW}, or give it state_dict and load_state_dict."
                     )
                 self._beginnings[shard[:2]] = shard.digest
             yield piece
+
+    def _warn(self, message: str) -> None:
+        """Warn on rank 0, with the name of the dataset before the message."""
+        if self._communicator.is_main:
+            call_site.warn(f"this {type(self._dataset).__name__} {message}")
 
     def _compared(self, pieces: Iterator[Any]) -> Iterator[Any]:
         """Compare the first samples of the ranks: they must be equal exactly if each rank reads the whole dataset."""
         first = next(pieces, None)
         if self._plan.world_size > 1:
-            digests = self._communicator.all_gather(torch.tensor(0 if first is None else first.first)).tolist()
-            self._check_first(digests)
+            begins = next((each.digest for each in first.beginnings), 0) if first else 0
+            shared = first.shared if first and self._agreement is None else 0
+            self._check_first(*self._communicator.all_gather(torch.tensor((begins, shared))).T.tolist())
         if first is None:
             return
         yield first
         pending = self._agreement is None
         for piece in pieces:
-            if pending and piece.first != first.first:
+            if pending and piece.shared != first.shared:
                 pending = False
-                self._communicator.warn(
-                    f"this {type(self._dataset).__name__} yields different samples in each worker of the loader, which "
-                    "must be the same in all unless it is sharded: pass sharded=True if it yields a different part in "
-                    f"each. Otherwise {_DRAW}."
+                self._warn(
+                    "yields different samples in each worker of the loader, which must be the same in all unless it is "
+                    f"sharded: pass sharded=True if it yields a different part in each. Otherwise {_DRAW}."
                 )
             yield piece
 
-    def _check_first(self, digests: list[int]) -> None:
-        """Refuse first samples that must be equal and differ, or warn if they should differ and are equal.
+    def _check_first(self, digests: list[int], shared: list[int]) -> None:
+        """Refuse samples that must be equal and differ, or warn if they should differ and are equal.
 
         Args:
-            digests: of the first sample of each rank; 0 for a rank without samples.
+            digests: of the first sample of each rank; 0 for a rank without samples, or that continues.
+            shared: of the first sample of a stream that each rank reads as a whole; 0 for others.
         """
-        if self._agreement is None and len(set(digests)) > 1:
+        if len(set(shared)) > 1:
+            rank = next(rank for rank, digest in enumerate(shared) if digest != shared[0])
             raise DataError(
-                f"the ranks read different samples from this {type(self._dataset).__name__}, which must be the same on "
-                "all unless it is sharded: pass sharded=True if the dataset yields a different part on each rank and "
-                f"worker. Otherwise {_DRAW}."
+                f"the ranks passed different data to a loader: this {type(self._dataset).__name__} begins with another "
+                f"sample on rank {rank} than on rank 0. Pass the whole dataset on every rank, in the same order: the "
+                f"loader shards it. Give shuffles a seed, or {_DRAW}. If the script has given each rank its part, and "
+                "nothing else splits it, pass sharded=True."
             )
-        # A digest of 0 is none: no rank has samples.
+        # A digest of 0 is none.
         are_equal = len(set(digests)) == 1 and digests[0]
         if are_equal and self._reading.dealing is not None and self._plan.world_size <= self._reading.dealing.parts:
-            self._communicator.warn(
-                f"this {type(self._dataset).__name__} begins with the same sample on every rank: if it is not sharded, "
-                "every rank trains on all of it. Pass sharded=False then."
+            self._warn(
+                "begins with the same sample on every rank: if it is not sharded, every rank trains on all of it. Pass "
+                "sharded=False then."
             )
 
 
@@ -307,6 +312,6 @@ def _plain(dealing: Dealing) -> list[Any]:
     return [dealing.parts, dealing.groups, dealing.size, [list(pair) for pair in dealing.earlier_sizes]]
 
 
-def is_sharded(dataset: Any) -> bool:
-    """Return whether a dataset is of a library that shards its datasets, or has a method ``shard``."""
-    return library(dataset) in LIBRARIES or callable(getattr(dataset, "shard", None))
+def is_sharded(given: LoaderSettings) -> bool:
+    """Return whether each rank and worker reads another part of an iterable dataset."""
+    return given.is_iterable and (is_dealt(given.dataset) if given.sharded is None else given.sharded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, islice, takewhile, tee
+from itertools import chain, count, islice, takewhile, tee
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ _LARGE_BATCH = 2**10
 COMPARED = 5
 # Of what a dataset has: how many tensors in a list are looked at, and about how many elements of an array.
 _FEW, _ELEMENTS = 16, 2**14
+_numbers = count()
 
 
 class MapStyle:
@@ -112,7 +113,7 @@ class MapStyle:
         """Return an iterator over what is requested, which the DataLoader requests from its workers ahead."""
         if self._loader.persistent_workers:
             seen = _seen_of(self._dataset)
-            if seen != self._seen or _has_epochs(self._dataset):
+            if seen != self._seen:
                 self._loader = self._make_loader()  # workers with a copy of the dataset from before end with theirs
             self._seen = seen
         # The DataLoader lives for all epochs, so that persistent workers do, and gets each epoch's requests by this.
@@ -120,15 +121,6 @@ class MapStyle:
         # What workers draw outside of samples differs between ranks.
         self._generator.manual_seed(seed >> 1)
         return with_deaths_explained(self._loader)
-
-
-def _has_epochs(dataset: Any) -> bool:
-    """Return whether a dataset, or one that it wraps, has a method ``set_epoch``, which scripts call in every epoch."""
-    while dataset is not None:
-        if callable(getattr(dataset, "set_epoch", None)):
-            return True
-        dataset = getattr(dataset, "dataset", None)
-    return False
 
 
 def _seen_of(dataset: Any) -> list[int]:
@@ -142,6 +134,8 @@ def _seen_of(dataset: Any) -> list[int]:
         if id(value) in seen:
             continue
         seen.append(id(value))
+        if callable(getattr(value, "set_epoch", None)):
+            seen.append(next(_numbers))
         if value is dataset or isinstance(value, Dataset):
             values += getattr(value, "__dict__", {}).values()
         if isinstance(value, (list, tuple, dict)):

@@ -38,8 +38,7 @@ def make_source(
         ConfigError: an argument does not go with the kind of the dataset, or with the number of ranks.
         DataError: there would be no batches.
     """
-    ranks, dataset = communicator, given.dataset
-    sharded = given.is_iterable and (is_sharded(dataset) if given.sharded is None else given.sharded)
+    ranks, dataset, sharded = communicator, given.dataset, is_sharded(given)
     settings = with_defaults(
         given.passed_on, dataset, ranks.device, config,
         local_world_size=local_world_size, most_workers=1 if given.is_iterable and not sharded else 8,
@@ -58,7 +57,7 @@ def make_source(
                 "samples: pass sharded=False if every rank can read all of it, or leave batching out."
             )
         assert isinstance(plan, EpochPlan)  # a batch sampler was refused
-        return Iterable(ranks, dataset, plan, collate, sharded=sharded, shards=given.shards, settings=settings)
+        return Iterable(ranks, given, plan, collate, settings)
     if given.sharded is not None:
         raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
     if given.shards is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice, pairwise
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class Piece(NamedTuple):
     """Number of samples in the batch; 0 for a stand-in."""
     batch: Any
     """The collated batch; None for a micro-batch without samples or stand-in."""
-    first: int
+    shared: int
     """A digest of the stream's first sample, by which ranks and workers notice that they read different data."""
     seeks: Sequence[Seek] = ()
     """Where the stream continues after the step."""
@@ -59,27 +60,27 @@ class Turn(NamedTuple):
     number: int
     """See ``dealing.py``."""
     pieces: list[Piece]
-    first: int
-    """A digest of the first sample that was read."""
     seeks: Sequence[Seek]
     beginnings: Sequence[Beginning]
 
 
+@dataclass(eq=False)
 class _Stream(IterableDataset[Any]):
     """Base class of the two ways: the dataset of torch's DataLoader, which is copied into each worker.
 
-    Args:
+    Attributes:
         dataset: the script's dataset.
         plan: has the sizes of the steps, and this rank.
         collate: makes a batch of a list of samples.
-        seeks: where a resumed epoch continues.
+        seeks: where a resumed epoch continues. Of a sharded stream, shards without one are read from their beginning.
     """
 
-    def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate, seeks: Sequence[Seek] = ()) -> None:
-        self._dataset = dataset
-        self._plan = plan
-        self._collate = collate
-        self._seeks = seeks
+    dataset: Any
+    plan: EpochPlan
+    collate: Collate
+    seeks: Sequence[Seek]
+
+    def __post_init__(self) -> None:
         # Persistent workers have a copy of this object, so what changes between epochs is in shared memory.
         self._position = torch.zeros(3, dtype=torch.int64)
         self._position.share_memory_()  # type: ignore[no-untyped-call]
@@ -93,9 +94,9 @@ class _Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         seed, epoch, start = self._position.tolist()
-        if callable(getattr(self._dataset, "set_epoch", None)):
+        if callable(getattr(self.dataset, "set_epoch", None)):
             # The copy in a worker, which no call of the script reaches.
-            self._dataset.set_epoch(epoch)
+            self.dataset.set_epoch(epoch)
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         stream_seed = self._seed(seed, epoch, worker)
@@ -141,13 +142,13 @@ class WholeStream(_Stream):
         return as_worker(None)
 
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
-        plan, edges = self._plan, self._plan.edges()
+        plan, edges = self.plan, self.plan.edges()
         needed: Container[int] = range(plan.global_batch)
         if plan.division is None:  # the first sample of a micro-batch is the stand-in of a rank that has none of it
             full = plan.window(0, range(plan.global_batch), edges, 0, False)
             needed = frozenset(i for part in full for i in (part.start, *part.positions(plan.part).tolist()))
-        position, state = next((seek.state for seek in self._seeks if seek.state[0] <= start), (0, None))
-        dataset, samples = opened(self._dataset, state)
+        position, state = next((seek.state for seek in self.seeks if seek.state[0] <= start), (0, None))
+        dataset, samples = opened(self.dataset, state)
         seeking = is_stateful(dataset)
         if seeking:
             self._seed_from(position)
@@ -173,7 +174,7 @@ class WholeStream(_Stream):
             seeks = [] if state is None else [Seek(0, 0, step, [position + size, state])]
             for turn, micro_batch in enumerate(micro_batches, number):
                 if turn % workers == worker:
-                    batch = self._collate([window[i - position] for i in micro_batch.positions(plan.part)])
+                    batch = self.collate([window[i - position] for i in micro_batch.positions(plan.part)])
                     yield Piece(micro_batch, micro_batch.count, batch, first, seeks, beginnings)
             position, step, number, opening = position + size, step + 1, number + len(micro_batches), False
 
@@ -183,41 +184,32 @@ class WholeStream(_Stream):
         seed_generators(derived_seed("stream", seed, epoch, position))
 
 
+@dataclass(eq=False)
 class ShardedStream(_Stream):
-    """Reads the shards that ``dealing`` deals out to this rank. ``start`` is a turn.
+    """Reads the shards that are dealt out to this rank. ``start`` is a turn.
 
-    Args:
-        dataset: the script's dataset.
-        plan: has the sizes of the steps, and this rank.
-        collate: makes a batch of a list of samples.
-        dealing: how the shards are dealt out.
-        seeks: where shards continue; those without one are read from their beginning.
+    Attributes:
+        dealing: how they are dealt out.
     """
 
-    def __init__(
-        self, dataset: Any, plan: EpochPlan, collate: Collate, dealing: Dealing, seeks: Sequence[Seek] = ()
-    ) -> None:
-        super().__init__(dataset, plan, collate, seeks)
-        self._dealing = dealing
-        self._shares = dealing.shares(plan.rank, plan.world_size)
-        self._size = dealing.kept(plan.rank, plan.world_size)
+    dealing: Dealing
 
     def _seed(self, seed: int, epoch: int, worker: int) -> int:
-        return derived_seed("stream", seed, epoch, self._plan.rank, worker)
+        return derived_seed("stream", seed, epoch, self.plan.rank, worker)
 
     def _surroundings(self) -> AbstractContextManager[None]:
-        return environment(RANK=self._plan.rank, WORLD_SIZE=self._plan.world_size)
+        return environment(RANK=self.plan.rank, WORLD_SIZE=self.plan.world_size)
 
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Turn | None]:
-        groups = self._dealing.groups
+        groups, shares = self.dealing.groups, self.dealing.shares(self.plan.rank, self.plan.world_size)
         # Of a turn that is not before the start, a seek would skip samples.
-        seeks = {(seek.part, seek.group): seek for seek in self._seeks if seek.turn < start}
-        reader = partial(Reader, self._dataset, self._dealing, seed=int(self._position[0]), epoch=epoch)
+        seeks = {(seek.part, seek.group): seek for seek in self.seeks if seek.turn < start}
+        reader = partial(Reader, self.dataset, self.dealing, seed=int(self._position[0]), epoch=epoch)
         readers = {
-            group: [reader(part, group, seek=seeks.get((part, group))) for part, _ in self._shares]
+            group: [reader(part, group, seek=seeks.get((part, group))) for part, _ in shares]
             for group in range(worker, groups, workers)
         }
-        first, sample, has_more = 0, None, bool(readers)
+        sample, has_more = None, bool(readers)
         turns = self._turns(start, worker, workers)
         while has_more:
             if (turn := next(turns)) is None:
@@ -225,24 +217,23 @@ class ShardedStream(_Stream):
                 continue
             kept: list[Any] = []
             current = readers[turn % groups]
-            for shard, (_, share) in zip(current, self._shares, strict=True):
+            for shard, (_, share) in zip(current, shares, strict=True):
                 samples = shard.read(turn)
-                first = first or (sample_digest(samples[0]) if samples else 0)
                 sample = shard.sample if sample is None or samples else sample
                 kept += samples[share]
             if sample is None:  # this group has ended; the first one has samples if any of this rank's has
-                sample = next(iter(reader(self._shares[0][0], 0).read(0)), None)
+                sample = next(iter(reader(shares[0][0], 0).read(0)), None)
             has_more = bool(kept) or not all(shard.ended for group in readers.values() for shard in group)
             seeking = [shard.seek for shard in current if shard.seek]
             beginnings = [shard.beginning for shard in current if shard.beginning]
-            yield Turn(turn, self._cut(kept, sample), first, seeking, beginnings)
+            yield Turn(turn, self._cut(kept, sample), seeking, beginnings)
 
     def _turns(self, start: int, worker: int, workers: int) -> Iterator[int | None]:
         """Yield the turns of a worker from ``start`` on, or None, so that they arrive in order from all workers.
 
         A DataLoader takes from its workers in turn. If the groups don't divide evenly, some have nothing at times.
         """
-        groups = self._dealing.groups
+        groups = self.dealing.groups
         cycle = -(-groups // workers) * workers
         begin = start // groups * cycle + start % groups
         for number in count(begin - begin % workers + worker, workers):
@@ -252,15 +243,16 @@ class ShardedStream(_Stream):
 
     def _cut(self, kept: list[Any], sample: Any) -> list[Piece]:
         """Return this rank's micro-batches of a turn, with a stand-in for the first that has no samples."""
-        cuts = 1 if self._dealing.loose else self._plan.accumulate
-        if self._dealing.loose and self._plan.drop_last and len(kept) < self._size:
+        cuts = 1 if self.dealing.loose else self.plan.accumulate
+        size = self.dealing.kept(self.plan.rank, self.plan.world_size)
+        if self.dealing.loose and self.plan.drop_last and len(kept) < size:
             kept = []
         # Cut by the size of a full turn, so that all ranks make the same micro-batches, however many samples they have.
-        edges = [-(-i * self._size // cuts) for i in range(cuts + 1)]
+        edges = [-(-i * size // cuts) for i in range(cuts + 1)]
         parts = [kept[begin:end] for begin, end in pairwise(edges)]
         empty = parts.index([]) if [] in parts and sample is not None else None
         return [
-            Piece(None, len(part), self._collate(part or [sample]) if part or i == empty else None, 0)
+            Piece(None, len(part), self.collate(part or [sample]) if part or i == empty else None, 0)
             for i, part in enumerate(parts)
         ]
 

@@ -156,18 +156,14 @@ def default_workers(dataset: Any, device: torch.device, local_world_size: int, m
     On a GPU, it is this process's share of the host's cores minus one, at most ``most``. On a CPU, whose cores are
     needed for training, and for data in memory, it is 0.
     """
-    if device.type == "cpu" or _in_memory(dataset):  # sending a batch between processes takes longer than reading it
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    in_memory = isinstance(dataset, (TensorDataset, list, tuple))
+    if device.type == "cpu" or in_memory:  # sending a batch between processes takes longer than reading it
         return 0
     # A process that was pinned to cores has these alone; otherwise all processes of the host see all of its cores.
     cores = min(usable_cores(), (os.cpu_count() or 1) // local_world_size)
     return max(0, min(cores - 1, most))
-
-
-def _in_memory(dataset: Any) -> bool:
-    """Return whether a dataset's samples are in memory already, so that workers gain nothing."""
-    if isinstance(dataset, Subset):
-        return _in_memory(dataset.dataset)
-    return isinstance(dataset, (TensorDataset, list, tuple))
 
 
 def with_deaths_explained(loader: DataLoader[T]) -> Iterator[T]:

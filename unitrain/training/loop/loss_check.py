@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class LossCheck:
                 if micro_batch is not None and micro_batch.count:
                     counts = micro_batch.count, micro_batch.stop - micro_batch.start
                     self._means = [(mean, *counts) for mean in _divisors(loss)]
-                message = message or _sum(loss) or _mean_over_some(loss) or self._mean_over_others(earlier)
+                message = message or _wrong_reduction(loss) or self._mean_over_others(earlier)
         self._warn(message)
 
     def compare(self, communicator: Communicator) -> None:
@@ -72,8 +73,7 @@ class LossCheck:
         for of_ranks in communicator.all_gather(mine).transpose(0, 1).tolist():
             (first, mean), *others = [(r, mean) for r, mean in enumerate(of_ranks) if mean[1]] or [(0, of_ranks[0])]
             for rank, other in others:
-                if not _are_alike(mean, other):
-                    self._warn(_unequal(other, mean, f"rank {rank}'s", f"on rank {first}"))
+                self._warn(_unequal(other, mean, f"rank {rank}'s", f"on rank {first}"))
 
     def _warn(self, message: str) -> None:
         """Warn of the first mistake."""
@@ -110,17 +110,15 @@ class LossCheck:
         for past, mean in zip(earlier, self._means, strict=False):
             # All ranks may have the same number of pixels or tokens for each sample in a step.
             whole = self._accumulate == 1 and not past[0] % past[1] and not mean[0] % mean[1]
-            if past[0] != mean[0] and not whole and not _are_alike(past, mean):
-                return _unequal(mean, past, "this rank's", "earlier")
+            if not whole and (message := _unequal(mean, past, "this rank's", "earlier")):
+                return message
         return ""
 
 
-def _are_alike(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Return whether two means divide by as much for each sample, of their rank or of all ranks."""
-    return any(math.isclose(first[0] / first[i], second[0] / second[i]) for i in (1, 2))
-
-
 def _unequal(mean: Sequence[float], other: Sequence[float], here: str, there: str) -> str:
+    """Return a message unless two means divide by as much, or by as much for each sample, of their rank or of all."""
+    if mean[0] == other[0] or any(math.isclose(mean[0] / mean[i], other[0] / other[i]) for i in (1, 2)):
+        return ""
     return (
         f"the loss is a mean over {mean[0]:g} where {here} batch has {mean[1]:g} samples, and over {other[0]:g} for "
         f"{other[1]:g} {there}: something was left out, masked, or is of unequal size. The mean of these is not the "
@@ -131,7 +129,7 @@ def _unequal(mean: Sequence[float], other: Sequence[float], here: str, there: st
 
 def _divisors(loss: Tensor) -> list[float]:
     """Return the numbers of elements, or the sums, that the last means in a loss's graph divide by."""
-    return [divisor for node in _nodes(loss, _PASSED) if (divisor := _divisor(node))]
+    return [divisor for node, _ in _nodes(loss) if (divisor := _divisor(node))]
 
 
 def _divisor(node: Any) -> float:
@@ -150,21 +148,16 @@ def _divisor(node: Any) -> float:
     return float(divisor) if is_mean and not (isinstance(divisor, Tensor) and divisor.dim()) else 0.0
 
 
-def _sum(loss: Tensor) -> str:
-    """Return a message if a function of torch sums over samples, and nothing divides."""
-    for node in _nodes(loss, _UNSCALED):
-        if getattr(node, "_saved_reduction", 0) == _OF_SUM and node._saved_target.shape[:1].numel() > 1:
+def _wrong_reduction(loss: Tensor) -> str:
+    """Return a message if a function of torch sums over samples and nothing divides, or its mean leaves targets out."""
+    for node, scaled in _nodes(loss):
+        reduction = getattr(node, "_saved_reduction", 0)
+        if reduction == _OF_SUM and not scaled and node._saved_target.shape[:1].numel() > 1:
             return (
                 "the loss is a sum over samples (reduction='sum'), and UniTrain averages over ranks and micro-batches: "
                 "gradients shrink as these are added. Divide the loss by the number of samples."
             )
-    return ""
-
-
-def _mean_over_some(loss: Tensor) -> str:
-    """Return a message if the loss's mean leaves targets out or weighs them."""
-    for node in _nodes(loss, _PASSED):
-        if node.name() not in _MEANS or node._saved_reduction != _OF_MEAN:
+        if reduction != _OF_MEAN or node.name() not in _MEANS:
             continue
         total, targets = float(node._saved_total_weight), node._saved_target.numel()
         if total != targets:
@@ -183,15 +176,12 @@ def _adds(node: Any) -> bool:
     return "Add" in node.name() or "Sum" in node.name() or getattr(node, "_saved_reduction", 0) == _OF_SUM
 
 
-def _nodes(loss: Tensor, passed: Sequence[str]) -> Iterator[Any]:
-    """Yield the last nodes of a loss's graph, through operations of these names."""
-    waiting: list[Any] = [loss.grad_fn]
-    for _ in range(_NODES):
-        if not waiting:
-            return
-        node = waiting.pop(0)
-        if node is None:
-            continue
-        yield node
-        if node.name() in passed:
-            waiting += [following for following, _ in node.next_functions]
+def _nodes(loss: Tensor) -> Iterator[tuple[Any, bool]]:
+    """Yield the last nodes of a loss's graph, and whether they are scaled after it."""
+    waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
+    for node, scaled in islice(waiting, _NODES):  # which grows
+        if node is not None:
+            yield node, scaled
+            if node.name() in _PASSED:
+                scales = scaled or node.name() not in _UNSCALED
+                waiting += [(following, scales) for following, _ in node.next_functions]
