@@ -206,7 +206,7 @@ def test_a_strategy_has_one_checkpoint_of_things_with_a_state(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("forked")
 def test_a_script_may_end_with_a_save(tmp_path: Path) -> None:
-    """Large enough to be hashed in another thread, at a time when executors refuse work."""
+    """Large enough to be still written when executors refuse work."""
     script = """
 import torch, unitrain
 strategy = unitrain.init(backend="single")

@@ -30,8 +30,15 @@ def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
     assert second["weight"].data_ptr() == first["weight"].data_ptr() != state["weight"].data_ptr()
     assert second["groups"][0]["lr"] == 0.2
     assert second["pair"][1] == "text"
-    other = snapshot({"weight": torch.ones(4)}, second)
+    image = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    other = snapshot(
+        {"weight": torch.ones(4), "image": image, "tied": image.detach(), "few": image.to_sparse()}, second
+    )
     assert other["weight"].tolist() == [1, 1, 1, 1]
+    assert other["image"].stride() == image.stride(), "to write them in another order takes longer"
+    assert other["image"] is other["tied"]
+    assert other["image"].equal(image)
+    assert other["few"].to_dense().equal(image)
 
 
 def test_each_gpu_that_is_copied_from_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

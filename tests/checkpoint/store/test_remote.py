@@ -16,6 +16,7 @@ from uuid import uuid4
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from ranks import run_ranks
 from s3_server import S3Server
 from saved_run import SavedRun, verify
@@ -129,8 +130,8 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
             return call
 
         with monkeypatch.context() as patched:
-            for name in ("put", "remove"):
-                patched.setattr(Objects, name, dying(getattr(Objects, name)))
+            for kind, name in ((Objects, "put"), (Objects, "remove"), (MemoryFileSystem, "put_file")):
+                patched.setattr(kind, name, dying(getattr(kind, name)))
             try:
                 run.save(step, best=True)
                 survived = True

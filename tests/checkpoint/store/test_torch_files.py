@@ -18,8 +18,8 @@ from unitrain.checkpoint.store.torch_files import MappedFiles, save_without_crc,
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
 def test_the_digest_is_that_of_the_file_which_torch_loads(tmp_path: Path) -> None:
     path, large = tmp_path / "part.pt", torch.arange(2**20, dtype=torch.float32)  # of several blocks
-    value = {"views": [large[1000:], large.view(1024, 1024).t()], "text": "of the pickle" * 100_000}
-    described = write_part(path, {**value, "sparse": torch.eye(300).to_sparse()}, save_without_crc)
+    value: dict[str, Any] = {"views": [large[1000:], large.view(1024, 1024).t()], "text": "of the pickle" * 100_000}
+    described = write_part(path, lambda file: save_without_crc({**value, "sparse": torch.eye(300).to_sparse()}, file))
     content = path.read_bytes()
     assert described == {"size": len(content), "xxh3": xxh3_128_hexdigest(content)}
     assert torch.equal(torch.load(path)["views"][1], value["views"][1])
