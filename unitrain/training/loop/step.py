@@ -234,6 +234,8 @@ class TrainingStep:
         Several optimizers that share a loss make one step, which counts with the last of them.
         """
         counts = len(self._together) == 1 or all(each.last is None for each in self._together)
+        if counts:
+            self._together = []  # which would keep parameters that the script drops
         self._pulse.step += counts
         if self.scale.scaler is not None:
             self._update_scale()
