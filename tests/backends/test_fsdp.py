@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -474,3 +475,10 @@ def test_shards_of_a_host_are_replicated_between_hosts(tmp_path: Path) -> None:
         assert_close(found, by_hand(2))
         assert 0.4 < found[2] < 0.6
     assert_close(train(3, {"backend": "single"}, str(tmp_path)), by_hand(3), first=2)
+
+
+def test_parameters_that_torch_can_not_shard_stay_whole() -> None:
+    module = nn.Linear(2, 2)
+    module.none = nn.Parameter(torch.empty(0))
+    module.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    assert import_module("unitrain.backends.fsdp.units").not_divisible(module) == {module.none, module.codes}

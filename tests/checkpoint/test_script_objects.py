@@ -32,7 +32,7 @@ def refill(folder: Path, background: bool) -> None:
         made = {
             "ordered": OrderedDict(b=1, a=2),
             "counted": Counter("ab"),
-            "classes": defaultdict(dict, a=defaultdict(list, b=[1])),
+            "classes": defaultdict[str, Any](dict, a=defaultdict(list, b=[1])),
             "pair": (1, [defaultdict(int, c=2)]),
         }
         checkpoint = strategy.checkpoint(folder, background=background, history={**saved, **made}, steps=Counter(a=2))

@@ -12,6 +12,8 @@ import torch
 from unitrain.communication.structure import rebuilt, tensors
 
 ROWS = torch.ones(2)
+COUNTED: Any = Counter(rows=3)
+COUNTED["batch"] = ROWS
 
 
 def test_rebuilt_leaves_what_moves_itself() -> None:
@@ -72,7 +74,7 @@ class Output(OrderedDict[str, Any]):
         (Named(ROWS), lambda new: new.inputs.is_meta and new.targets is None),
         (Output(ROWS), lambda new: new.logits.is_meta and new["logits"] is new.logits),
         (UserDict(rows=ROWS), lambda new: new["rows"].is_meta),
-        (Counter(rows=3, batch=ROWS), lambda new: new["rows"] == 3 and new["batch"].is_meta),  # its update() adds
+        (COUNTED, lambda new: new["rows"] == 3 and new["batch"].is_meta),  # its update() adds
         (torch.max(ROWS, 0), lambda new: new.values.is_meta and new.indices.is_meta),
     ],
     ids=lambda value: type(value).__name__,

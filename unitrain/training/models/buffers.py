@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.counts import CountReduction
-from unitrain.communication.state_transfer import Form, SentState, broadcast_tensors, outline
+from unitrain.communication.state_transfer import SentState, broadcast_tensors, outline
 from unitrain.training.hooks import StepHook
 from unitrain.training.models.batch_norm import has_statistics
 from unitrain.training.models.prepared import PreparedModules, present
@@ -135,14 +135,12 @@ class BufferSync(StepHook):
         if varying := [slot for slot in self._moving if slot.varies] + new:
             sent = [slot.now for slot in varying]
             forms = self._communicator.broadcast_data(outline(sent))
-            received = SentState(self._communicator, forms, sent).receive(sent, self._empty)
+            device = self._communicator.device
+            received = SentState(self._communicator, forms, sent).receive(sent, lambda path, form: form.empty(device))
             for slot, tensor in zip(varying, received, strict=True):
                 slot.replace(tensor)
         for slot in self._slots:
             slot.remember()  # after the broadcast, which changes versions
-
-    def _empty(self, path: object, form: Form) -> Tensor:
-        return form.empty(self._communicator.device)
 
     def _drop_freed(self) -> None:
         """Forget the buffers of layers that a rank has freed. Collective."""
