@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from pretended import pretended_rank
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
 
 from unitrain import CheckpointError, DataError
 from unitrain.features.balanced_batches import BalancedBatches
@@ -87,45 +85,6 @@ def test_set_epoch_reaches_persistent_workers(workers: int) -> None:
         data.set_epoch(epoch)
         (batch,) = loader
         assert torch.equal(batch, 100 * epoch + torch.arange(8))
-
-
-class Labelled(Pool):
-    """Has what it reads in an array, too, and tells which process has read a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.labels = np.zeros(16)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index], self.labels[index], os.getpid()
-
-
-def test_samples_that_are_replaced_reach_persistent_workers() -> None:
-    data, rows = Labelled(), torch.zeros(16, 2)
-    loader, plain = (
-        pretended_rank().dataloader(given, batch_size=16, num_workers=1, persistent_workers=True)
-        for given in (Subset(data, range(16)), TensorDataset(rows))
-    )
-
-    def change(epoch: int) -> None:
-        if epoch == 1:
-            data.items = [-item for item in data.items]
-        elif epoch == 2:
-            data.items[3] = 100
-        elif epoch == 3:
-            data.labels += 1
-        rows[epoch] = 7
-
-    readers = []
-    for epoch in range(5):
-        change(epoch)
-        ((items, labels, processes),), ((read,),) = loader, plain
-        assert items.tolist() == data.items
-        assert labels.tolist() == data.labels.tolist()
-        assert torch.equal(read, rows)
-        readers.append(processes[0].item())
-    assert len(set(readers)) == 4
-    assert readers[3] == readers[4]
 
 
 def test_lengths_of_samples_that_are_no_more_are_refused() -> None:

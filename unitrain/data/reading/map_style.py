@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, count, islice, takewhile, tee
+from itertools import chain, islice, takewhile, tee
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from unitrain.data.order.samplers import Epoch, Orders
 from unitrain.data.order.sharding import MicroBatch, Plan
@@ -23,9 +22,6 @@ _LOOK_UP = 2**15
 _LARGE_BATCH = 2**10
 # Number of samples that the ranks compare, and that each of them reads for it.
 COMPARED = 5
-# Of what a dataset has: how many tensors in a list are looked at, and about how many elements of an array.
-_FEW, _ELEMENTS = 16, 2**14
-_numbers = count()
 
 
 class MapStyle:
@@ -56,7 +52,7 @@ class MapStyle:
             **settings,
         )
         self._loader = self._make_loader()
-        self._seen: list[int] = []  # of the dataset, when workers were asked last
+        self._length = len(dataset)
         self._reading: Iterable[MicroBatch] = ()
 
     def plan(self, seed: int, number: int) -> Plan:
@@ -111,11 +107,9 @@ class MapStyle:
 
     def _read(self, coming: Iterator[Request], seed: int) -> Iterator[Any]:
         """Return an iterator over what is requested, which the DataLoader requests from its workers ahead."""
-        if self._loader.persistent_workers:
-            seen = _seen_of(self._dataset)
-            if seen != self._seen:
-                self._loader = self._make_loader()  # workers with a copy of the dataset from before end with theirs
-            self._seen = seen
+        if self._loader.persistent_workers and (len(self._dataset) != self._length or _has_epochs(self._dataset)):
+            self._loader = self._make_loader()  # workers with a copy of the dataset from before end with their loader
+        self._length = len(self._dataset)
         # The DataLoader lives for all epochs, so that persistent workers do, and gets each epoch's requests by this.
         self._requests.coming = coming
         # What workers draw outside of samples differs between ranks.
@@ -123,30 +117,13 @@ class MapStyle:
         return with_deaths_explained(self._loader)
 
 
-def _seen_of(dataset: Any) -> list[int]:
-    """Return numbers that differ once a dataset has changed, as far as that shows without reading samples.
-
-    These show: its length, other attributes of it and of datasets that it wraps, other elements of lists, tuples, dicts
-    and tensors in these, and of arrays in memory if many elements have changed.
-    """
-    seen, values = [len(dataset)], [dataset]
-    for value in values:  # which grow
-        if id(value) in seen:
-            continue
-        seen.append(id(value))
-        if callable(getattr(value, "set_epoch", None)):
-            seen.append(next(_numbers))
-        if value is dataset or isinstance(value, Dataset):
-            values += getattr(value, "__dict__", {}).values()
-        if isinstance(value, (list, tuple, dict)):
-            parts = [*value.values()] if isinstance(value, dict) else value
-            seen.append(hash(tuple(map(id, parts))))
-            values += parts[:_FEW]
-        elif isinstance(value, Tensor) and not value.is_inference():
-            seen.append(value._version)  # which counts changes in place
-        elif type(value) is np.ndarray:  # and not one on a disk
-            seen.append(hash(value.flat[:: max(1, value.size // _ELEMENTS)].tobytes()))
-    return seen
+def _has_epochs(dataset: Any) -> bool:
+    """Return whether a dataset, or one that it wraps, has a method ``set_epoch``, which scripts call in every epoch."""
+    while dataset is not None:
+        if callable(getattr(dataset, "set_epoch", None)):
+            return True
+        dataset = getattr(dataset, "dataset", None)
+    return False
 
 
 def _comparison(epoch: Epoch, seed: int, number: int) -> Request:
