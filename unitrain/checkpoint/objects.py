@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from unitrain.checkpoint.store.torch_files import plain
 from unitrain.checkpoint.writer import snapshot
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import Form, SentState
-from unitrain.communication.structure import rebuilt, tensors
+from unitrain.communication.structure import tensors
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError
 from unitrain.training.models.buffers import make_writable
@@ -30,8 +29,6 @@ NEW_RUN = (
     "begin a new run in another folder: `unitrain checkpoint merge` writes the weights to a file, which strategy.load "
     "reads"
 )
-_DEFAULT = "unitrain.defaultdict"  # a key of the dict that stands for one
-_FACTORIES = (bool, int, float, str, list, dict, Counter)
 _MOST_BYTES = 2**20  # of an object's tensors; larger ones are weights, which code between epochs does not change
 # What schedulers of a cycle change beside the learning rate.
 _CYCLED = ("momentum", "betas")
@@ -82,11 +79,11 @@ class ObjectPart(StatePart):
 
 
 class DictPart(ObjectPart):
-    """A dict of plain values, and of defaultdicts."""
+    """A dict of plain values."""
 
     def state(self) -> Any:
-        """Return the dict, with plain dicts in place of defaultdicts."""
-        return plain(_without_defaults(dict(self._value)))
+        """Return the dict."""
+        return plain(dict(self._value))
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
@@ -246,20 +243,6 @@ class OptimizerPart(ObjectPart):
         return replaced
 
 
-def _without_defaults(value: Any) -> Any:
-    """Return nested values with a dict of its content, and of an empty default, in place of each defaultdict.
-
-    Files with a defaultdict can't be read without running code. One with another factory is left as it is.
-    """
-
-    def plainly(leaf: Any) -> Any:
-        if type(leaf) is not defaultdict or leaf.default_factory not in _FACTORIES:
-            return leaf
-        return {_DEFAULT: (leaf.default_factory(), _without_defaults(dict(leaf)))}
-
-    return rebuilt(value, plainly, closed=defaultdict)
-
-
 def _refilled(value: Any, saved: Any, refilled: set[int]) -> Any:
     """Return a dict or a list of the script with the saved content, in place; or what was saved, if it is no such.
 
@@ -268,26 +251,20 @@ def _refilled(value: Any, saved: Any, refilled: set[int]) -> Any:
         saved: what a checkpoint has in its place.
         refilled: the ids of those that have their content already, and can't have another one, too.
     """
-    if isinstance(saved, dict):
-        made = copy.copy(saved)
-        if _DEFAULT in saved:
-            default, saved = saved[_DEFAULT]
-            made = defaultdict(type(default))
-        if not isinstance(value, dict) or id(value) in refilled:
-            value = made
+    if id(value) in refilled:
+        return saved
+    if isinstance(value, dict) and isinstance(saved, dict):
         refilled.add(id(value))
         items = {key: _refilled(value.get(key), item, refilled) for key, item in saved.items()}
         value.clear()
         for key, item in items.items():  # the update() of a Counter adds
             value[key] = item
         return value
-    if isinstance(value, list) and isinstance(saved, list) and id(value) not in refilled:
+    if isinstance(value, list) and isinstance(saved, list):
         refilled.add(id(value))
         olds = [*value, *[None] * len(saved)]
         value[:] = [_refilled(old, item, refilled) for old, item in zip(olds, saved, strict=False)]
         return value
-    if type(saved) in (list, tuple):
-        return type(saved)(_refilled(None, item, refilled) for item in saved)
     return saved
 
 

@@ -60,10 +60,7 @@ class UnwritableError(Exception):
 def refusal(name: str, value: Any, error: Exception) -> Exception:
     """Return why nested values can't be written, with the place of the object, or the same error."""
     misfit = _misfit(name, value)
-    if not misfit:
-        return error
-    remedy = " Give it a class as its factory, as in defaultdict(list)." if misfit.endswith(" a defaultdict") else ""
-    return UnwritableError(f"{misfit}: {reason(error)}{remedy}")
+    return UnwritableError(f"{misfit}: {reason(error)}") if misfit else error
 
 
 def _misfit(place: str, value: Any) -> str:
