@@ -155,11 +155,6 @@ class ScriptChecks(StepHook):
         self.direct: DirectStepCheck | None = DirectStepCheck(is_prepared) if communicator.world_size > 1 else None
         self.next_look: int = 0
 
-    @property
-    def hooks(self) -> list[StepHook]:
-        """The checks that are hooks of the step."""
-        return [self] if self.direct is None else [self.direct, self]
-
     def before_backward(self, losses: Losses, micro_batch: MicroBatch | None) -> None:
         """Refuse a backward after ``close``, and look at the losses of some steps.
 

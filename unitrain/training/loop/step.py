@@ -93,7 +93,7 @@ class TrainingStep:
             all_gradients=config.debug,
             complete=self.averaging.complete,
         )
-        for hook in (self.averaging, self._guard, *self.checks.hooks):
+        for hook in filter(None, (self.averaging, self._guard, self.checks.direct, self.checks)):
             self.hooks.add_hook(hook)
 
     # ------------------------------------------------------------------------------- the order of a step, on one page
