@@ -65,7 +65,7 @@ class Losses:
         self.weights: list[Weight] = []
         self.batches: Sequence[Any] = ()
         if weight is None and isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
-            self.each = [loss]  # the usual case, without a call
+            self.each: list[Tensor] = [loss]  # the usual case, without a call
             return
         if isinstance(weight, OfBatch):
             self.batches, weight = _batch_of_each(loss, weight.batch), weight.weight
