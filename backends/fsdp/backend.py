@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,7 @@ class FSDPBackend(ProcessGroupBackend):
 
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here. A sharded module can't be called any more."""
-        for sharded in self.sharding.modules.values():
+        for sharded in self.sharding.existing():
             # Instead of an error deep inside torch.
             sharded.refuse_calls()
         self.sharding.module_of.clear()
@@ -159,8 +160,8 @@ class FSDPBackend(ProcessGroupBackend):
         )
         trim_heap()  # glibc would keep most of the whole model's memory
         sharded.arm(self._armed)
-        self.sharding.modules[original] = sharded
-        self.sharding.module_of.update({p: sharded for p in original.parameters() if p not in sharded.replicated})
+        self.sharding.modules[original] = reference = ref(sharded)
+        self.sharding.module_of.update({p: reference for p in original.parameters() if p not in sharded.replicated})
         self._names.update({p: name for name, p in original.named_parameters()})
         return module
 
@@ -171,8 +172,13 @@ class FSDPBackend(ProcessGroupBackend):
             sync: whether it is the last of its window. Without it, gradients are accumulated unsharded.
         """
         self._armed = sync
-        for sharded in self.sharding.modules.values():
+        for sharded in self.sharding.existing():
             sharded.arm(sync)
+
+    def keep(self, parameters: Collection[Parameter]) -> None:
+        """Forget all other parameters, which the script has dropped with their modules."""
+        self.sharding.keep(parameters)
+        self._names = {p: name for p, name in self._names.items() if p in parameters}
 
     def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
         """Return a function that completes FSDP's reduction of the gradients after the backwards of a window.
@@ -206,7 +212,8 @@ class FSDPBackend(ProcessGroupBackend):
                 # A parameter that any rank has used has a gradient on all, as one device would have it.
                 *used, left = self.on_any_rank([*used, left])
             # The optimizer changes the shards: what a forward has gathered would be stale after it.
-            for module in dict.fromkeys(self.sharding.module_of[p] for p in sharded if p in self.sharding.module_of):
+            references = dict.fromkeys(self.sharding.module_of[p] for p in sharded if p in self.sharding.module_of)
+            for module in (module for reference in references if (module := reference()) is not None):
                 if left:
                     module.reduce_rest()
                     module.arm(self._armed)

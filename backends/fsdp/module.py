@@ -32,6 +32,7 @@ from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
 
 _METHOD = "unitrain_empty"
+_OWNED = "_unitrain_sharded"
 
 
 class ShardedModule:
@@ -95,6 +96,7 @@ class ShardedModule:
         for method in ("__deepcopy__", "__reduce_ex__"):
             setattr(type(module), method, _refuse_copy)  # of the subclass that FSDP has made for sharded modules
         self._module: nn.Module = module
+        object.__setattr__(module, _OWNED, self)  # which is freed with the module
         units_by_name = {name: unit for name, unit in module.named_modules() if isinstance(unit, FSDPModule)}
         self._units: list[FSDPModule] = list(units_by_name.values())  # first of all the module
         for name, fsdp_unit in units_by_name.items():
@@ -119,7 +121,8 @@ class ShardedModule:
             if whole_parameters[name] is not parameter:
                 self._move_hooks(whole_parameters[name], parameter)
                 for method in ("register_hook", "register_post_accumulate_grad_hook"):
-                    setattr(parameter, method, partial(self._register, parameter, method))
+                    # Autograd never reaches the shard.
+                    setattr(parameter, method, partial(_register, parameter, self._leaves[parameter], method))
         self._units[0].set_reshard_after_backward(settings.reshard_after_backward)
         if not settings.reshard_after_forward:
             module.register_forward_hook(self._reshard_without_grad)
@@ -147,10 +150,6 @@ class ShardedModule:
         leaf.requires_grad_(True)  # a hook can't be added otherwise
         add_hooks(leaf, of=old)
         leaf.requires_grad_(new.requires_grad)
-
-    def _register(self, parameter: Parameter, method: str, hook: Callable[[Tensor], Any]) -> Any:
-        """Register a hook of a shard with the leaf: autograd never reaches the shard. Return its handle."""
-        return getattr(self.leaf(parameter), method)(hook)
 
     def leaf(self, parameter: Tensor) -> Tensor:
         """Return the leaf of the graph for a sharded parameter.
@@ -206,6 +205,11 @@ class ShardedModule:
         for name, buffer in self._skeleton.named_buffers():
             memo[id(buffer)] = now[name].detach().cpu().clone()
         return copy.deepcopy(self._skeleton, memo)
+
+
+def _register(parameter: Parameter, leaf: Tensor, method: str, hook: Callable[[Tensor], Any]) -> Any:
+    """Register a hook of a shard with its leaf, and return the handle."""
+    return getattr(leaf.requires_grad_(parameter.requires_grad), method)(hook)
 
 
 def _record_gathering(unit: Any, name: str, pulse: Pulse) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ class FSDPSharding(Sharding):
         replicas: how many ranks have the same shard.
         offloads: whether shards are in host memory.
 
+    The objects that have sharded modules belong to these, so that a module is freed when the script drops it.
+
     Attributes:
         modules: for each sharded module, the object that has sharded it.
         module_of: for each sharded parameter, the object that has sharded its module.
@@ -31,8 +34,8 @@ class FSDPSharding(Sharding):
 
     def __init__(self, *, of_parameters: bool, replicas: int, offloads: bool) -> None:
         super().__init__(of_parameters=of_parameters, replicas=replicas, offloads=offloads)
-        self.modules: dict[nn.Module, ShardedModule] = {}
-        self.module_of: dict[Tensor, ShardedModule] = {}
+        self.modules: WeakKeyDictionary[nn.Module, ref[ShardedModule]] = WeakKeyDictionary()
+        self.module_of: dict[Tensor, ref[ShardedModule]] = {}
         self.used: set[Parameter] = set()
 
     def to_local(self, tensor: Tensor) -> Tensor:
@@ -49,7 +52,8 @@ class FSDPSharding(Sharding):
 
     def leaf(self, parameter: Parameter) -> Tensor:
         """Return FSDP's unsharded parameter."""
-        module = self.module_of.get(parameter)
+        reference = self.module_of.get(parameter)
+        module = None if reference is None else reference()
         return parameter if module is None else module.leaf(parameter)
 
     def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
@@ -64,10 +68,20 @@ class FSDPSharding(Sharding):
         Raises:
             UsageError: the process group has been closed.
         """
-        if module not in self.modules:
+        sharded = self.modules[module]() if module in self.modules else None
+        if sharded is None:
             return super().copy_module(module)
         if not dist.is_initialized():
             raise UsageError(
                 "a sharded model's weights can't be gathered after strategy.close(): call export() before."
             )
-        return self.modules[module].copy()
+        return sharded.copy()
+
+    def existing(self) -> list[ShardedModule]:
+        """Return the objects that have sharded the modules that exist."""
+        return [sharded for reference in self.modules.values() if (sharded := reference()) is not None]
+
+    def keep(self, parameters: Collection[Parameter]) -> None:
+        """Forget all other parameters."""
+        self.module_of = {p: module for p, module in self.module_of.items() if p in parameters}
+        self.used.intersection_update(parameters)

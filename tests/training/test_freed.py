@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from needs import HOROVOD
+from needs import FSDP, HOROVOD
 from ranks import run_ranks
 from torch import nn
 
@@ -78,6 +78,11 @@ def free_with_ranks() -> list[int]:
 
 def test_ranks_free_what_all_of_them_have_dropped() -> None:
     assert run_ranks(free_with_ranks) == [[0, 0]] * 2
+
+
+@FSDP
+def test_shards_are_freed() -> None:
+    assert run_ranks(folds_in_one_strategy, "fsdp") == [0, 0]
 
 
 @HOROVOD
