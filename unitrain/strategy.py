@@ -28,7 +28,7 @@ from unitrain.data.options import LoaderOptions
 from unitrain.data.order.shares import reduced
 from unitrain.device import pick_device
 from unitrain.errors import ConfigError, UsageError
-from unitrain.job import excepthook
+from unitrain.job.excepthook import FailureHook
 from unitrain.job.job import current, join
 from unitrain.job.watch.stopping import Stopped
 from unitrain.launch.copies import unmark_rank
@@ -573,7 +573,7 @@ class Strategy:
         try:
             if not job.failed:  # a failing process keeps its watch, to report the error
                 with job.pulse.within(CLOSING):
-                    job.meet(excepthook.exit_code())
+                    job.meet(FailureHook.exit_code)
                     if self._checkpoint is not None:
                         self._checkpoint.close()
                     self.barrier()

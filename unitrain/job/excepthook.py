@@ -29,11 +29,14 @@ _PATIENCE_S = 5.0
 _RANK_0_FIRST_S = 0.3
 
 
-class _FailureHook:
+class FailureHook:
     """The excepthook of a process of a job.
 
     Instances are callables with the signature of ``sys.excepthook``. The hook runs in the thread that failed to catch
     the error, which is the main thread.
+
+    Attributes:
+        exit_code: that the script has passed to ``sys.exit`` in its main thread; None if it has not called it.
     """
 
     _running: ClassVar[bool] = False
@@ -43,15 +46,16 @@ class _FailureHook:
         self._previous = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _FailureHook._running:
+        """Report the error, end the other ranks, and exit."""
+        if FailureHook._running:
             # torch.distributed wraps the excepthook that it finds, which is this one or its predecessor.
             self._previous(kind, error, trace)
             return
-        _FailureHook._running = True
+        FailureHook._running = True
         try:
             self._end(kind, error, trace)
         finally:
-            _FailureHook._running = False
+            FailureHook._running = False
 
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End this process as the error asks for: once the hub knows of it, and with one message in the whole job.
@@ -182,18 +186,13 @@ def report(error: BaseException) -> None:
 
 def install_hook() -> None:
     """Install the excepthook of this module, once, and ``exit_script``. What the script installs later replaces it."""
-    if not isinstance(sys.excepthook, _FailureHook):
-        sys.excepthook = _FailureHook()
+    if not isinstance(sys.excepthook, FailureHook):
+        sys.excepthook = FailureHook()
     sys.exit = exit_script
 
 
 def exit_script(code: Any = None, /) -> NoReturn:
     """Exit as ``sys.exit`` does, which this replaces, and note the code: Python does not tell it to exit handlers."""
     if threading.current_thread() is threading.main_thread():
-        _FailureHook.exit_code = code
+        FailureHook.exit_code = code
     raise SystemExit(code)
-
-
-def exit_code() -> Any:
-    """Return the code that the script has passed to ``sys.exit`` in its main thread; None if it has not called it."""
-    return _FailureHook.exit_code

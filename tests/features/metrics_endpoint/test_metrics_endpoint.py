@@ -37,7 +37,7 @@ from unitrain import ConfigError, call_site
 from unitrain.commands.cli import main
 from unitrain.features.metrics_endpoint import FILE
 from unitrain.features.metrics_endpoint.endpoint import Endpoint
-from unitrain.features.metrics_endpoint.view import View, bars, find
+from unitrain.features.metrics_endpoint.view import View, find
 from unitrain.features.trackers import Trackers
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.messages import Heartbeat
@@ -213,7 +213,7 @@ def test_once(endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert lines[2].split() == ["rank", "host", "step", "s/step", "in", "waits", "memory", "heard"]
         assert re.fullmatch(r" *0  node0 +199 +1  step +100% +2.0 GB +\d+ s ago *", lines[3])
         assert len([line for line in lines if " s ago" in line]) == RANKS
-        assert re.search(r"^loss +0.25  ▁$", "\n".join(lines), re.MULTILINE)
+        assert re.search(r"^loss +0.25$", "\n".join(lines), re.MULTILINE)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -229,12 +229,6 @@ def test_of_many_ranks_those_that_matter_are_shown(endpoint: Endpoint, width: in
     assert max(map(len, lines)) <= width
     assert [line.split()[0] for line in lines if line.rstrip().endswith("s ago")][:2] == [str(SILENT), str(SLOW)]
     assert "17 shown" in lines[0]
-
-
-def test_bars() -> None:
-    assert bars([1.0, 8.0, 4.0, float("nan")]) == "▁█▄ "
-    assert bars([2.0, 2.0]) == "▁▁"
-    assert bars([float("inf")]) == " "
 
 
 def refused(capsys: pytest.CaptureFixture[str], *targets: str) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
@@ -28,7 +26,7 @@ _TIMEOUT_S, _SILENT_S = 60.0, 15.0
 # Seconds between two answers, and how many times longer than an answer takes: rank 0 trains, too.
 _PAUSE_S, _TIMES = 1.0, 10.0
 _MOST_BYTES = 2**28
-_BARS, _BARS_SHOWN, _RATE_OVER = "▁▂▃▄▅▆▇█", 40, 6
+_RATE_OVER = 6  # answers, over which the steps a second are taken
 _COLUMNS = ("rank", "host", "step", "s/step", "in", "waits", "memory", "heard")
 
 
@@ -92,7 +90,6 @@ class View:
 
     def __init__(self, host: str, port: int, id_: str = "", file: str = "") -> None:
         self._host, self._port, self._id, self._file = host, port, id_, file
-        self._history: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_BARS_SHOWN))
         self._steps: deque[tuple[int, float]] = deque(maxlen=_RATE_OVER)
         self.ranks: dict[int, dict[str, Any]] = {}
         self.values: dict[str, float] = {}
@@ -133,14 +130,11 @@ class View:
                     values[f" {labels['name']}" if "name" in labels else name] = sample.value
         if not id_:
             raise ValueError
-        self.ranks, self.values = ranks, values
         self._steps.append((int(max((rank["step"] for rank in ranks.values()), default=0)), now))
         (first, since), (step, _) = self._steps[0], self._steps[-1]
         # Not negative: a job that was rewound or restarted counts from an earlier step.
         rates = {" steps a second": max(step - first, 0) / (now - since)} if now > since else {}
-        for name, value in (values | rates).items():
-            if name.startswith(" "):
-                self._history[name[1:]].append(value)
+        self.ranks, self.values = ranks, values | rates
         return id_
 
     def shown(self, height: int | None) -> Group:
@@ -150,7 +144,8 @@ class View:
         text = f"step {self._steps[-1][0]}   ranks: {len(ranks)}   hosts: {len(hosts)}"
         if slowest is not None:
             text += f"   the others wait for rank {slowest:.0f}"
-        order, room = sorted(ranks), len(ranks) if height is None else max(1, height - len(self._history) - 5)
+        lines = [f"{name[1:]:20.20} {value:10.4g}" for name, value in self.values.items() if name.startswith(" ")]
+        order, room = sorted(ranks), len(ranks) if height is None else max(1, height - len(lines) - 5)
         age = {rank: values["heartbeat_age_seconds"] for rank, values in ranks.items()}
         if len(order) > room:
             order.sort(key=lambda rank: (-max(age[rank], _SILENT_S), ranks[rank]["waiting_ratio"]))
@@ -165,12 +160,4 @@ class View:
                 row["phase"], f"{row['waiting_ratio']:.0%}", decimal(int(row["resident_memory_bytes"])),
                 f"{age[rank]:.0f} s ago", style="red" if age[rank] > _SILENT_S else "yellow" if rank == slowest else "",
             )  # fmt: skip
-        lines = [f"{name:20.20} {values[-1]:10.4g}  {bars(values)}" for name, values in self._history.items()]
         return Group(Text(text, style="bold"), "", table, "", *map(Text, lines))
-
-
-def bars(values: Sequence[float]) -> str:
-    """Return numbers as bars, from the lowest to the highest; a space if one is NaN or infinite."""
-    finite = [value for value in values if math.isfinite(value)] or [0.0]
-    low, scale = min(finite), (len(_BARS) - 1) / ((max(finite) - min(finite)) or 1.0)
-    return "".join(_BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)

@@ -77,7 +77,7 @@ class Windows:
         """The optimizers that exist on this rank. Others free one that the script has dropped sooner, or later."""
         return [optimizer for window in self if (optimizer := window.reference()) is not None]
 
-    def on_all_ranks(self) -> list[Optimizer]:
+    def _on_all_ranks(self) -> list[Optimizer]:
         """Return the optimizers that no rank has freed, and forget the windows of the others. Collective."""
         optimizers = present(self._communicator, [window.reference for window in self])
         gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
@@ -93,19 +93,12 @@ class Windows:
             del self._of[key]  # this rank has it still
         self._windows = [window for window in self if window not in gone]
         self.count = len(self._windows)
-        existing = [optimizer for optimizer in optimizers if optimizer is not None]
-        if gone:
-            self._forget_others(existing)
-        return existing
+        return [optimizer for optimizer in optimizers if optimizer is not None]
 
     def forget_dropped(self) -> None:
         """Forget the modules and optimizers that the script has dropped, and their parameters. Collective."""
         gc.collect()  # which torch's wrappers, and optimizers with a scheduler, need to be freed
-        self._forget_others(self.on_all_ranks())
-
-    def _forget_others(self, optimizers: Sequence[Optimizer]) -> None:
-        """Forget all other optimizers, modules that the script has dropped, and parameters of neither. Collective."""
-        modules = self._prepared.on_all_ranks(self._communicator)
+        optimizers, modules = self._on_all_ranks(), self._prepared.on_all_ranks(self._communicator)
         kept = {p for module in modules for p in module.parameters()}
         kept.update(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
         self._prepared.keep(kept)
