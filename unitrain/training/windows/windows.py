@@ -77,8 +77,8 @@ class Windows:
         """The optimizers that exist on this rank. Others free one that the script has dropped sooner, or later."""
         return [optimizer for window in self if (optimizer := window.reference()) is not None]
 
-    def _on_all_ranks(self) -> list[Optimizer]:
-        """Return the optimizers that no rank has freed, and forget the windows of the others. Collective."""
+    def on_all_ranks(self) -> list[Optimizer]:
+        """Return the optimizers that no rank has freed, and forget all others, and their parameters. Collective."""
         optimizers = present(self._communicator, [window.reference for window in self])
         gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
         for window in gone:
@@ -93,18 +93,19 @@ class Windows:
             del self._of[key]  # this rank has it still
         self._windows = [window for window in self if window not in gone]
         self.count = len(self._windows)
-        return [optimizer for optimizer in optimizers if optimizer is not None]
+        existing = [optimizer for optimizer in optimizers if optimizer is not None]
+        kept = {p for module in self._prepared.on_all_ranks(self._communicator) for p in module.parameters()}
+        kept.update(p for optimizer in existing for group in optimizer.param_groups for p in group["params"])
+        self._prepared.keep(kept)
+        self._backend.keep(kept)
+        for keep in self._hooks.keep:
+            keep(existing, kept)
+        return existing
 
     def forget_dropped(self) -> None:
         """Forget the modules and optimizers that the script has dropped, and their parameters. Collective."""
         gc.collect()  # which torch's wrappers, and optimizers with a scheduler, need to be freed
-        optimizers, modules = self._on_all_ranks(), self._prepared.on_all_ranks(self._communicator)
-        kept = {p for module in modules for p in module.parameters()}
-        kept.update(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-        self._prepared.keep(kept)
-        self._backend.keep(kept)
-        for keep in self._hooks.keep:
-            keep(optimizers, kept)
+        self.on_all_ranks()
 
     @property
     def any_open(self) -> bool:
