@@ -227,6 +227,9 @@ def _variables(config: StrategyConfig, launch: Launch) -> dict[str, str]:
     }
     variables = {name: os.environ.get(name, value) for name, value in unless_set.items()}
     variables["HOROVOD_CONTROLLER"] = controller
+    # A program that a rank under mpirun has started, to run alone, inherits MPI's, which need MPI's controller.
+    if variables["HOROVOD_CPU_OPERATIONS"] == "mpi":
+        variables["HOROVOD_CPU_OPERATIONS"] = controller
     if config.deterministic:
         variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused, and so the order of summation, depends on timing
     return variables

@@ -58,6 +58,12 @@ class Explodes:
         raise ZeroDivisionError("in the midst")
 
 
+def test_a_device_is_not_replaced(strategy: Strategy, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="pipe is a device or a pipe: give the path of a file"):
+        strategy.save(1, tmp_path / "pipe")
+
+
 @pytest.mark.parametrize(
     ("value", "why"),
     [

@@ -17,6 +17,7 @@ from unitrain.commands.verify import command, worlds
 from unitrain.commands.verify.command import verify
 from unitrain.commands.verify.worlds import World, find_worlds, works
 from unitrain.communication.backend import backend_names
+from unitrain.errors import UsageError
 from unitrain.launch.local.launchers import launch_environment
 from unitrain.testing.parity.cases import CASES
 
@@ -50,6 +51,12 @@ def test_a_backend_trains_as_the_plain_loop_does(
     assert verify(backend="ddp", output=output) == 0, capsys.readouterr().out
     assert "6 of 6 trained the same as the plain loop" in capsys.readouterr().out
     assert_same(json.loads(output.read_text()), {"torchrun x3", "mpirun x2"}, 3)
+
+
+def test_an_output_that_cant_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/x\.json can't be written: .* Move the file that is in the way"):
+        verify(backend="single", output=tmp_path / "file" / "x.json")
 
 
 @pytest.mark.soak

@@ -21,7 +21,7 @@ from torch.optim import SGD
 
 import unitrain
 from unitrain import ConfigError, Strategy, UsageError
-from unitrain.features.trackers import Trackers, trackers
+from unitrain.features.trackers import Trackers, libraries, trackers
 
 NAMES = ["tensorboard", "wandb", "mlflow"]
 
@@ -154,14 +154,23 @@ def test_a_library_that_is_missing_is_refused_on_all_ranks(tmp_path: Path) -> No
     assert run_ranks(open_missing, str(tmp_path), nprocs=2) == [said, said]
 
 
-def test_what_makes_no_sense_is_refused(strategy: Strategy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_is_refused(
+    strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = Recorder()
+    monkeypatch.setattr(libraries, "start", lambda *_: started)
+    (tmp_path / "trackers.json").mkdir()
+    with pytest.raises(ConfigError, match=r"mlflow .*Is a directory: '.*/trackers\.json'\. Move the folder"):
+        strategy.add(Trackers(["mlflow"], tmp_path))
+    monkeypatch.undo()
+    assert started.calls == [False]  # the run that began in the service has ended
     with pytest.raises(ConfigError, match="no tracker 'neptune': name tensorboard, wandb, mlflow, or pass an object"):
         strategy.add(Trackers(["neptune"], tmp_path))
     with pytest.raises(UsageError, match=r"takes a list: \['wandb'\]"):
         strategy.add(Trackers("wandb", tmp_path))
     (tmp_path / "file").touch()
     said = "the tracker tensorboard could not be started: FileExistsError"
-    with pytest.raises(ConfigError, match=rf"{said}.* Correct its settings, or start without it\."):
+    with pytest.raises(ConfigError, match=rf"{said}.* Move the file that is in the way, or start"):
         strategy.add(Trackers(["tensorboard"], tmp_path / "file"))
     strategy._step.global_step = 5  # as after a resume: nobody may be there to correct it
     strategy.add(Trackers(["tensorboard"], tmp_path / "file")).log({"loss": 1.0}, 5)
@@ -175,6 +184,8 @@ def test_what_makes_no_sense_is_refused(strategy: Strategy, tmp_path: Path, caps
 
 class Recorder:
     """A tracker of one's own."""
+
+    id = "a run of a service"
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

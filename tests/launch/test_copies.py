@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from needs import HOROVOD
+from ranks import Launcher, run_ranks
 
 import unitrain
 from unitrain.errors import LaunchError
@@ -85,8 +86,8 @@ def test_what_a_program_forks_is_not_refused(tmp_path: Path) -> None:
 CHILD = "import unitrain\nwith unitrain.init(device='cpu', timeout_s=30) as strategy:\n    print(strategy.world_size)\n"
 
 
-def start_children() -> list[tuple[int, str]]:
-    """Start two programs on rank 0: with its variables, and alone."""
+def start_children(backend: str) -> list[tuple[int, str]]:
+    """Start two programs on rank 0, with the backend as a variable: with the rank's variables, and alone."""
     results = []
 
     def start(**environ: str) -> None:
@@ -94,7 +95,8 @@ def start_children() -> list[tuple[int, str]]:
         done = subprocess.run(run, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
         results.append((done.returncode, (done.stdout or done.stderr).strip().rpartition("unitrain: error: ")[2]))
 
-    with unitrain.init(backend="ddp", device="cpu", timeout_s=60) as strategy:
+    os.environ["UNITRAIN_BACKEND"] = backend
+    with unitrain.init(device="cpu", timeout_s=60) as strategy:
         if strategy.is_main:
             start()
             start(UNITRAIN_LAUNCHER="python")
@@ -102,8 +104,12 @@ def start_children() -> list[tuple[int, str]]:
     return results
 
 
-def test_a_program_that_a_rank_starts_does_not_join_its_job() -> None:
-    refused, alone = run_ranks(start_children)[0]
+@pytest.mark.parametrize(
+    ("backend", "launcher"),
+    [("ddp", "spawn"), pytest.param("horovod", "mpirun", marks=[HOROVOD, pytest.mark.launcher])],
+)
+def test_a_program_that_a_rank_starts_does_not_join_its_job(backend: str, launcher: Launcher) -> None:
+    refused, alone = run_ranks(start_children, backend, launcher=launcher)[0]
     assert refused[0] == LaunchError.exit_code
     assert refused[1].startswith("this process was started by rank 0 (pid ")
     assert 'env={**os.environ, "UNITRAIN_LAUNCHER": "python"}' in refused[1]

@@ -58,7 +58,7 @@ def merge(path: Path, output: Path, name: str = "model") -> int:
     if name not in objects:
         raise UsageError(f"the checkpoint has no {name!r}. It has {', '.join(objects)}: name one with --object.")
     store = Disk(output.parent)
-    try:
+    with store.explained(f"{output} could not be written", UsageError):
         store.make()
         # Written under another name first: a reader never sees half a file.
         with store.draft(output.name) as draft, open(draft, "wb") as file:
@@ -68,8 +68,6 @@ def merge(path: Path, output: Path, name: str = "model") -> int:
                 forms = (Tensor, Form)
                 whole = rebuilt(saved.parts[name], lambda x: saved.tensor(x) if isinstance(x, forms) else x)
                 torch.save(whole, file)
-    except OSError as error:
-        raise CheckpointError(f"{output} could not be written: {error}") from error
     print(f"written: {output}")
     return 0
 
@@ -113,12 +111,10 @@ def _tensors_of(saved: OpenCheckpoint, state: Any) -> Iterator[tuple[str, Form, 
 def _write(write: Callable[..., None], file: BinaryIO, name: str, saved: OpenCheckpoint) -> None:
     """Write the state of an object, whose values are all tensors, to a file of another format."""
     state = saved.parts[name]
-    forms: dict[str, Form] = {}
     for key, value in state.items():
         if not isinstance(value, (Tensor, Form)):
             raise UsageError(f"{key} of {name} is {type(value).__name__}, and no tensor: merge into a .pt file.")
-        forms[key] = value if isinstance(value, Form) else Form(value)
-    write(file, forms, map(saved.tensor, state.values()))
+    write(file, state, map(saved.tensor, state.values()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -64,9 +64,7 @@ def refuse_copies() -> None:
     Raises:
         LaunchError: this is the first of several copies.
     """
-    if sys.platform != "linux" or OVERRIDE in os.environ or not _runs_program():
-        return
-    if not (copies := _copies()):
+    if sys.platform != "linux" or OVERRIDE in os.environ or not _runs_program() or not (copies := _copies()):
         return
     # In the order of their start, which all copies see in the same way.
     pids = [copy.pid for copy in copies]

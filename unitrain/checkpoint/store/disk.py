@@ -13,17 +13,9 @@ from uuid import uuid4
 
 from unitrain.checkpoint.store.store import NAME, Store
 from unitrain.checkpoint.store.torch_files import open_regular
-from unitrain.errors import CheckpointError
+from unitrain.errors import REMEDIES, CheckpointError
 
 _BLOCK = 2**20
-_REMEDIES = {
-    errno.EEXIST: "Move the file that is in the way",
-    errno.ENOTDIR: "Move the file that is in the way",
-    errno.EROFS: "Have the file system mounted for writing",
-    errno.EACCES: "Give this user the right to write there",
-    errno.EPERM: "Give this user the right to write there",
-    errno.EDQUOT: "Free some of this user's quota",
-}
 
 
 class Disk(Store):
@@ -78,6 +70,8 @@ class Disk(Store):
     @contextmanager
     def draft(self, name: str) -> Iterator[Path]:
         path = self.root / name
+        if path.exists() and not (path.is_file() or path.is_dir()):  # such as /dev/null, which a rename would replace
+            raise CheckpointError(f"{path} is a device or a pipe: give the path of a file.")
         draft = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
         try:
             yield draft
@@ -117,14 +111,10 @@ class Disk(Store):
     def reason(self, error: Exception) -> str:
         if not isinstance(error, OSError):
             return super().reason(error)
+        text, remedy = f"{error} in {self}", REMEDIES.get(error.errno or 0)
         if error.errno == errno.ENOSPC:
-            free = shutil.disk_usage(self.root).free
-            return (
-                f"No space left on the device of {self}: {free} bytes are free. Earlier checkpoints are intact. Free "
-                "some space, or use a folder on another disk."
-            )
-        remedy = _REMEDIES.get(error.errno or 0)
-        return f"{error} in {self}. {remedy}, or use another folder." if remedy else str(error)
+            text += f", where {shutil.disk_usage(self.root).free} bytes are free. Earlier checkpoints are intact"
+        return f"{text}. {remedy}, or use another folder." if remedy else str(error)
 
     def make(self, folder: str = "") -> None:
         """Make a folder. Raises CheckpointError rather than make one of another disk, below the mount."""

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from unitrain.commands.horovod.build import GPU_VARIABLES, VERSION, build, check_tools, edits_for, pip, run_logged
 from unitrain.commands.horovod.check import HorovodBuild, check_allreduce, find_horovod
-from unitrain.errors import BackendError
+from unitrain.errors import BackendError, writing
 from unitrain.launch.local.toolchain import Mpi, find_cuda, find_mpi, installed_version
 
 # UniTrain itself requires what else Horovod does: cloudpickle, packaging, psutil and pyyaml.
@@ -53,12 +53,8 @@ def install_horovod(*, gpu: str = "none", without_mpi: bool = False, force: bool
     wanted = HorovodBuild(VERSION, ("mpi", "gloo") if mpi else ("gloo",), nccl is not None)
     labelled = wheel_version(mpi, nccl)
     folder = cache_folder() / "horovod" / labelled
-    try:
+    with writing(f"The cache folder {folder} (set UNITRAIN_CACHE for another)", BackendError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BackendError(
-            f"The cache folder {folder} is not writable ({error.strerror}); set UNITRAIN_CACHE to one that is."
-        ) from error
     # A wheel in the cache may have been tested in another environment, where its MPI worked.
     tested = folder / f"proved-{_digest(sys.prefix)}"
     # Other runs in this environment wait: pip must not run twice at a time.
@@ -76,10 +72,9 @@ def install_horovod(*, gpu: str = "none", without_mpi: bool = False, force: bool
             consequence = "it works with 'horovodrun --gloo', but not with mpirun"
             console.print(f"[yellow]Horovod is built with the gloo controller only, {reason}: {consequence}.[/]")
         log = folder / f"install-{os.getpid()}.log"
-        wheel = next(folder.glob("*.whl"), None)
-        if wheel is None or force:
+        wheel = None if force else next(folder.glob("*.whl"), None)
+        if wheel is None:
             check_tools(mpi, nccl)
-            wheel = None
         _add_requirements(console, log)
         if wheel is None:
             console.print(f"Building Horovod {VERSION} for torch {torch.__version__} ({wanted}).")
@@ -117,16 +112,14 @@ def wheel_version(mpi: Mpi | None, gpu: str | None) -> str:
         settings = [f"{name}={os.environ[name]}" for name in GPU_VARIABLES if os.environ.get(name)]
         cuda = find_cuda()
         gpu_parts = [gpu, f"CUDA {cuda[1]}" if cuda else "no CUDA", *settings]
-    place = None
-    if mpi is not None:
-        # The same for all environments that contain it.
-        place = "the environment" if mpi.mpirun.is_relative_to(sys.prefix) else str(mpi.mpirun.parent)
+    # The same for all environments that contain it.
+    inside = mpi is not None and mpi.mpirun.is_relative_to(sys.prefix)
     depends_on = {
         "horovod": VERSION,
         "torch": f"{torch.__version__} CUDA {torch.version.cuda}",
         "python": sys.implementation.cache_tag,
         "platform": f"{sysconfig.get_platform()} {' '.join(platform.libc_ver())}",
-        "mpi": mpi and f"{mpi} in {place}",
+        "mpi": mpi and f"{mpi} in {'the environment' if inside else mpi.mpirun.parent}",
         "gpu": gpu_parts,
         "edits": [edit._asdict() for edit in edits_for(gpu)],
     }

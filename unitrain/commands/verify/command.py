@@ -20,7 +20,7 @@ from unitrain.commands.arguments import path
 from unitrain.commands.verify.worlds import World, find_worlds, works
 from unitrain.communication.backend import backend_names, load_backend
 from unitrain.device import pick_device
-from unitrain.errors import UsageError
+from unitrain.errors import UsageError, writing
 from unitrain.launch.detect import Launch, detect
 from unitrain.launch.local.launchers import launch_command, launch_environment
 from unitrain.launch.local.toolchain import run_to_end
@@ -71,6 +71,10 @@ def verify(
         raise UsageError(
             f"backend {backend!r} works under no launcher found here: `unitrain doctor` shows what is missing."
         )
+    if output is not None:
+        with writing(output):  # before minutes of training
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.open("a").close()
     console = Console()
     with Progress(console=console, transient=True) as progress, TemporaryDirectory() as temporary:
         folders = Path(temporary)
@@ -81,7 +85,8 @@ def verify(
         )
     _print(verdicts, console)
     if output is not None:
-        output.write_text(json.dumps([{**asdict(v), "passed": v.passed} for v in verdicts], indent=1) + "\n")
+        with writing(output):
+            output.write_text(json.dumps([{**asdict(v), "passed": v.passed} for v in verdicts], indent=1) + "\n")
         console.print(f"written: {output}")
     failed = sum(not v.passed for v in verdicts)
     reference = "one process" if script else "the plain loop"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unitrain.errors import CommunicationError, UsageError
+from unitrain.errors import CommunicationError, UsageError, writing
 from unitrain.job.starting.spawn import number_of_ranks, run_processes, spawn_environments
 
 T = TypeVar("T")
@@ -58,7 +58,8 @@ def notebook_launch(fn: Callable[..., T], *args: Any, nprocs: int | None = None)
     # In a file: a pipe would have one rank after the other import torch before it reads.
     with tempfile.TemporaryDirectory() as folder, spawn_environments(nprocs) as environments:
         path = Path(folder, "work")
-        path.write_bytes(work)
+        with writing(f"{path}, a temporary file (TMPDIR names another folder),"):
+            path.write_bytes(work)
         try:
             result, *_ = run_processes(_run_rank, (path,), environments, multiprocessing.get_context("spawn"))
         except SystemExit as error:  # IPython would hide where it came from, and say how to leave the notebook

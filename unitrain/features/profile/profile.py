@@ -21,7 +21,7 @@ import torch
 from torch.profiler import profile, record_function, schedule
 
 from unitrain.communication.communicator import Communicator
-from unitrain.errors import UsageError
+from unitrain.errors import UsageError, writing
 from unitrain.features.profile.timeline import clock, compare_clocks, part_of, write_trace
 from unitrain.process import print_stderr
 from unitrain.training.feature import Feature
@@ -116,10 +116,8 @@ class Profile(Feature):
         folder, ranks, world_size = self.folder, self._recorded, self._sockets.communicator.world_size
 
         def make_folder() -> None:
-            try:
+            with writing(f"profile: {folder}"):
                 Path(folder).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(f"profile: can't create {folder}: {error.strerror}.") from error
 
         if min(self.steps, self.skip) < 1 or not ranks or not {*ranks} <= {*range(world_size)} or is_url(folder):
             raise UsageError(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unitrain.errors import ConfigError, UsageError
+from unitrain.errors import REMEDIES, ConfigError, UsageError
 from unitrain.features.trackers import libraries
 from unitrain.process import print_stderr
 from unitrain.training.feature import Feature
@@ -69,7 +69,6 @@ class Trackers(Feature):
         self._trackers, self._folder = trackers, Path(folder)
         self._name = name or self._folder.resolve().name
         self._workers: list[_Worker] = []
-        self._closed = False
 
     def plug_in(self, sockets: Sockets) -> None:
         """Start the trackers, or continue the runs of a run that was resumed."""
@@ -100,18 +99,18 @@ class Trackers(Feature):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 started = libraries.start(tracker, folder, name, step, ids.get(tracker))
+                self._workers.append(_Worker(tracker, started))
+                if started.id != ids.get(tracker):
+                    ids[tracker] = started.id
+                    (folder / _IDS).write_text(json.dumps(ids), encoding="utf-8")
             except Exception as error:  # the libraries', urllib3's, the file system's
                 reason = f"the tracker {tracker} could not be started: {type(error).__name__}: {error}"
                 if not step:
                     self._close(completed=False)
-                    raise ConfigError(f"{reason}. Correct its settings, or start without it.") from error
+                    remedy = REMEDIES.get(getattr(error, "errno", None) or 0, "Correct its settings")
+                    raise ConfigError(f"{reason}. {remedy}, or start without it.") from error
                 # A job that was restarted at night must not end for want of a server.
                 print_stderr(f"unitrain: {reason}. The run is resumed without it.")
-                continue
-            self._workers.append(_Worker(tracker, started))
-            if started.id is not None:
-                ids[tracker] = started.id
-                (folder / _IDS).write_text(json.dumps(ids), encoding="utf-8")
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         """Log the run's settings: plain data, in nested dicts. Does nothing on other ranks than 0."""
@@ -139,15 +138,13 @@ class Trackers(Feature):
         self._close(completed=True)
 
     def _close(self, *, completed: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
+        workers, self._workers = self._workers, []
         # By atexit it would be called with completed=False.
         atexit.unregister(self._close)
-        for worker in self._workers:
+        for worker in workers:
             worker.calls.put(lambda tracker: tracker.close(completed=completed))
             worker.calls.put(None)
-        for worker in self._workers:
+        for worker in workers:
             worker.thread.join(_CLOSE_S)
             if worker.thread.is_alive():
                 worker.report(f"had not recorded everything {_CLOSE_S:.0f} s after the end")
