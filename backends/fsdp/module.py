@@ -270,4 +270,4 @@ def _policy(
 
 def _refuse_copy(module: nn.Module, argument: Any) -> NoReturn:
     """Raise UsageError: copying a DTensor would copy this rank's shard only. Called by a deep copy, and by pickle."""
-    raise UsageError("a sharded model can't be deep-copied or pickled: strategy.export(model) is a copy that can.")
+    raise UsageError("a sharded model can't be deep-copied or pickled: use strategy.export(model), a copy that can.")

@@ -44,7 +44,7 @@ CALLS: dict[str, tuple[tuple[Call, str], tuple[Call, str]]] = {
         (lambda strategy, step: strategy.barrier(), "barrier()"),
     ),
     "close": (
-        (lambda strategy, step: strategy.close(), "barrier()"),
+        (lambda strategy, step: strategy.close(), "close"),
         (lambda strategy, step: step(), "forward of batch_norm.1"),
     ),
 }

@@ -244,7 +244,7 @@ class OptimizerPart(ObjectPart):
 
 
 def _refilled(value: Any, saved: Any, refilled: set[int]) -> Any:
-    """Return a dict or a list of the script with the saved content, in place; or what was saved, if it is no such.
+    """Return a dict or a list of the script with the saved content, in place; or the saved value, if it is no such.
 
     Args:
         value: the script's object.

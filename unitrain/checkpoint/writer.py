@@ -161,7 +161,7 @@ class Writer:
             raise CheckpointError(str(error)) from error
 
     def go_on_from(self, step: int) -> None:
-        """Continue with the checkpoint of a step, as a branch of its own: later checkpoints are another's."""
+        """Continue with the checkpoint of a step, as a branch: later checkpoints are another's."""
         self._branched_at = step
 
     def close(self, *, wait: bool) -> None:
@@ -197,7 +197,9 @@ def snapshot(state: Any, earlier: Any = None) -> Any:
         memory = next(free, None)
         form = value.shape, value.stride(), value.dtype
         if memory is None or (memory.shape, memory.stride(), memory.dtype) != form:
-            memory = torch.empty_like(value, device="cpu", pin_memory=on_gpu)
+            # Not like the value itself, which may be on a device that evaluates lazily.
+            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            memory = torch.empty_like(like, device="cpu", pin_memory=on_gpu)
         return memory.copy_(value.detach(), non_blocking=on_gpu)
 
     result = _copied(state, copied)

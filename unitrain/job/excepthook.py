@@ -185,7 +185,7 @@ def report(error: BaseException) -> None:
 
 
 def install_hook() -> None:
-    """Install the excepthook of this module, once, and ``exit_script``. What the script installs later replaces it."""
+    """Install the excepthook of this module, once, and ``exit_script``. Later hooks of the script replace them."""
     if not isinstance(sys.excepthook, FailureHook):
         sys.excepthook = FailureHook()
     sys.exit = exit_script

@@ -172,7 +172,7 @@ class ScriptChecks(StepHook):
         self.next_look = self._losses.next_step
 
     def at_epoch_end(self) -> None:
-        """Compare what the ranks' losses are means over, if there was one on all ranks. Collective then."""
+        """Compare the divisors of the ranks' losses, if there was one on all ranks. Collective then."""
         if self._communicator.world_size > 1 and self.next_look:
             self._losses.compare(self._communicator)
 

@@ -1,1 +1,1 @@
-"""Accumulation windows: the losses of a window and their weights, and what each optimizer accumulates."""
+"""Accumulation windows: the losses of a window, their weights, and the gradients of each optimizer."""

@@ -1,4 +1,4 @@
-"""The accumulation windows of all optimizers, whose parameters follow what the script does to an optimizer."""
+"""The accumulation windows of all optimizers. Their parameters follow the changes of a script to an optimizer."""
 
 from __future__ import annotations
 
