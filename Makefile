@@ -50,10 +50,10 @@ train: $(VENV)/.has-recipes
 test: $(VENV)/.has-test
 	@.ci/install-system-parts
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: its tests will be skipped." >&2
-	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 --cpu-seconds build/cpu-seconds/test.tsv $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 --cpu-seconds=build/cpu-seconds/test.tsv $(ARGS)
 
 test-all: test
-	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 --cpu-seconds build/cpu-seconds/test-all.tsv \
+	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 --cpu-seconds=build/cpu-seconds/test-all.tsv \
 		-m "all and not soak and not check" $(ARGS)
 
 # What is old warns of what is deprecated.

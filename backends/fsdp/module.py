@@ -32,7 +32,7 @@ from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
 
 _METHOD = "unitrain_empty"
-_OWNED = "_unitrain_sharded"
+_OWNED = "unitrain_sharded"
 
 
 class ShardedModule:
