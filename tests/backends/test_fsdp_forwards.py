@@ -350,7 +350,7 @@ def use_methods(folder: Path) -> None:
             UsageError, match=r"strategy\.export\(model\) on all ranks, .*copy\.save_pretrained\(folder"
         ):
             strategy.unwrap(model).save_pretrained(folder)  # type: ignore[operator]
-        with pytest.raises(UsageError, match=r"or pickled: strategy\.export\(model\)"):
+        with pytest.raises(UsageError, match=r"or pickled: use strategy\.export\(model\)"):
             torch.save(strategy.unwrap(model), io.BytesIO())
         with pytest.warns(UserWarning, match=r"sharded tensor, .*strategy\.save\(model, path\)") as warned:
             torch.save({"model": strategy.unwrap(model).state_dict()}, io.BytesIO())
