@@ -14,27 +14,23 @@ from unitrain.checkpoint.contents import Contents
 from unitrain.data import Loader
 from unitrain.data.loop import Iteration
 from unitrain.training.loop.step import TrainingStep
+from unitrain.training.windows.windows import version_of
 
 
 class Earlier:
     """What a run had trained with when a checkpoint was opened, such as the fold before in a cross-validation."""
 
     def __init__(self, step: TrainingStep) -> None:
-        self._versions = WeakKeyDictionary({optimizer: _version(optimizer) for optimizer in step.windows.optimizers})
+        self._versions = WeakKeyDictionary({optimizer: version_of(optimizer) for optimizer in step.windows.optimizers})
         self._iterations = WeakSet(step.batches.trained)
 
     def has_finished(self, optimizer: Optimizer) -> bool:
         """Return whether the parameters of an optimizer are as they were: it has not been used since."""
-        return self._versions.get(optimizer) == _version(optimizer)
+        return self._versions.get(optimizer) == version_of(optimizer)
 
     def has_read(self, iteration: Iteration) -> bool:
         """Return whether an iteration over a loader was trained on before."""
         return iteration in self._iterations
-
-
-def _version(optimizer: Optimizer) -> int:
-    """Return a number that changes with each step of an optimizer."""
-    return sum(p._version for group in optimizer.param_groups for p in group["params"])
 
 
 def warn_of_missing(contents: Contents, step: TrainingStep, earlier: Earlier) -> None:

@@ -14,6 +14,7 @@ from unitrain.errors import UsageError
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models import batch_norm
 from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.windows.windows import version_of
 
 
 class TrainingLoop:
@@ -157,10 +158,7 @@ class TrainingLoop:
 
     def _versions(self) -> dict[ref[Any], int]:
         """Return how often the parameters of each optimizer were changed in place, as its steps do."""
-        return {
-            ref(optimizer): sum(p._version for group in optimizer.param_groups for p in group["params"])
-            for optimizer in self._step.windows.optimizers
-        }
+        return {ref(optimizer): version_of(optimizer) for optimizer in self._step.windows.optimizers}
 
     def gathers(self) -> None:
         """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.
