@@ -77,8 +77,12 @@ class Windows:
         """The optimizers that exist on this rank. Others free one that the script has dropped sooner, or later."""
         return [optimizer for window in self if (optimizer := window.reference()) is not None]
 
-    def on_all_ranks(self) -> list[Optimizer]:
-        """Return the optimizers that no rank has freed, and forget all others, and their parameters. Collective."""
+    def on_all_ranks(self, *, modules_too: bool = False) -> list[Optimizer]:
+        """Return the optimizers that no rank has freed, and forget all others, and their parameters. Collective.
+
+        Args:
+            modules_too: forget dropped modules even if no optimizer is gone.
+        """
         optimizers = present(self._communicator, [window.reference for window in self])
         gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
         for window in gone:
@@ -94,18 +98,19 @@ class Windows:
         self._windows = [window for window in self if window not in gone]
         self.count = len(self._windows)
         existing = [optimizer for optimizer in optimizers if optimizer is not None]
-        kept = {p for module in self._prepared.on_all_ranks(self._communicator) for p in module.parameters()}
-        kept.update(p for optimizer in existing for group in optimizer.param_groups for p in group["params"])
-        self._prepared.keep(kept)
-        self._backend.keep(kept)
-        for keep in self._hooks.keep:
-            keep(existing, kept)
+        if gone or modules_too:  # not at the end of most epochs
+            kept = {p for module in self._prepared.on_all_ranks(self._communicator) for p in module.parameters()}
+            kept.update(p for optimizer in existing for group in optimizer.param_groups for p in group["params"])
+            self._prepared.keep(kept)
+            self._backend.keep(kept)
+            for keep in self._hooks.keep:
+                keep(existing, kept)
         return existing
 
     def forget_dropped(self) -> None:
         """Forget the modules and optimizers that the script has dropped, and their parameters. Collective."""
         gc.collect()  # which torch's wrappers, and optimizers with a scheduler, need to be freed
-        self.on_all_ranks()
+        self.on_all_ranks(modules_too=True)
 
     @property
     def any_open(self) -> bool:
