@@ -52,8 +52,7 @@ class FSDPSharding(Sharding):
 
     def leaf(self, parameter: Parameter) -> Tensor:
         """Return FSDP's unsharded parameter."""
-        reference = self.module_of.get(parameter)
-        module = None if reference is None else reference()
+        module = self.module_of.get(parameter, lambda: None)()
         return parameter if module is None else module.leaf(parameter)
 
     def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
@@ -68,7 +67,7 @@ class FSDPSharding(Sharding):
         Raises:
             UsageError: the process group has been closed.
         """
-        sharded = self.modules[module]() if module in self.modules else None
+        sharded = self.modules.get(module, lambda: None)()
         if sharded is None:
             return super().copy_module(module)
         if not dist.is_initialized():
