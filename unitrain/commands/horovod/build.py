@@ -56,6 +56,12 @@ _EDITS = (
         "project(horovod CXX)\n",
         'project(horovod CXX)\n\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..;$ORIGIN/../../torch/lib")\n',
     ),
+    # Python 3.12 has no distutils, and setuptools' takes its place only where its .pth file is read.
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        "import sysconfig; print(sysconfig.get_path('include'))",
+    ),
     # gloo uses the network interface chosen by horovodrun for its first connections only. For others it uses the
     # interface of the host name, which other hosts may not reach, and crashes if the name does not resolve.
     Edit(
