@@ -76,7 +76,9 @@ def _install(folder: Path, python: Path) -> None:
     """Make an environment that sees the packages of this interpreter, which may itself be of an environment."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder)], check=True)
     (library,) = folder.glob("lib/python*/site-packages")
-    (library / "outer.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")) + "\n")
+    # With the .pth files there: setuptools' puts its distutils where horovodrun looks for Python's.
+    outer = [f"import site; site.addsitedir({path!r})\n" for path in sys.path if path.endswith("-packages")]
+    (library / "outer.pth").write_text("".join(outer))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index"]
     offline = [*pip, "--disable-pip-version-check", "--no-build-isolation", "--find-links", str(WHEELS)]
     # What builds UniTrain comes first.
