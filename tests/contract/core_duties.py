@@ -55,7 +55,8 @@ def evaluation_of_batch_norm(world: World) -> None:
         model.first.eval()
         prepared, _ = strategy.prepare(model, sgd(model))
         assert isinstance(model.norm, nn.BatchNorm1d)
-        prepared(torch.full((2, 4), float(strategy.rank), dtype=torch.float64) + torch.eye(2, 4))
+        rows = torch.full((2, 4), float(strategy.rank), dtype=torch.float64) + torch.eye(2, 4)
+        prepared(rows.to(strategy.device))
         means = strategy.all_gather(model.norm.running_mean)  # type: ignore[arg-type]
         with contextlib.suppress(ZeroDivisionError), strategy.evaluation(prepared):
             assert not prepared.training
@@ -122,7 +123,7 @@ def saves_and_loads(world: World) -> None:
         loaded = strategy.load(path)
         assert list(loaded["model"]) == keys
         assert loaded["model"]["1.running_mean"].tolist() == [(strategy.world_size - 1) / 2] * 3
-        assert torch.equal(loaded["model"]["0.weight"], whole(model.get_parameter("0.weight")))
+        assert torch.equal(loaded["model"]["0.weight"], whole(model.get_parameter("0.weight")).cpu())
         assert loaded["optimizer"]["state"][0]["momentum_buffer"].shape == (3, 3)
         assert (loaded["list"], loaded["rank"]) == ([1, "two", None], 0)
 

@@ -50,11 +50,19 @@ _EDITS = (
     # The headers of torch need C++20.
     Edit("CMakeLists.txt", *_STANDARD),
     Edit("horovod/torch/CMakeLists.txt", *_STANDARD),
-    # A cached wheel must find the MPI and torch of the environment that it is installed in.
+    # A cached wheel must find the MPI and torch of the environment that it is installed in. Horovod and its gloo lack
+    # includes of headers that those of GCC before 13 included themselves.
     Edit(
         "CMakeLists.txt",
         "project(horovod CXX)\n",
-        'project(horovod CXX)\n\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..;$ORIGIN/../../torch/lib")\n',
+        'project(horovod CXX)\n\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..;$ORIGIN/../../torch/lib")\n'
+        'add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:SHELL:-include cstdint -include string>")\n',
+    ),
+    # GCC 14 refuses the assignment to it in a template that nothing uses.
+    Edit(
+        "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+        "  const size_type count_;\n",
+        "  size_type count_;\n",
     ),
     # Python 3.12 has no distutils, and setuptools' takes its place only where its .pth file is read.
     Edit(

@@ -118,9 +118,11 @@ def _gradients(
     kind, channels = _computed_in(x), x.size(1)
     mean, variance = statistics.mean.to(kind), statistics.variance.to(kind)
     if statistics.local:
-        # The gradients for given statistics. That of the input lacks the part through the statistics.
+        # The gradients for given statistics. That of the input lacks the part through the statistics. Empty tensors say
+        # that nothing was saved: CUDA's kernel for channels_last, and without a gradient of the input, takes no None.
+        unsaved = mean.new_empty(0)
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, None, None, False, eps,
+            grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, unsaved, unsaved, False, eps,
             [of_input, True, True],
         )  # fmt: skip
     else:

@@ -43,7 +43,7 @@ def unused_parameters(world: World) -> None:
         never = twins.model.never.weight
         # Weight decay would change a parameter that has a gradient of zeros.
         assert never not in twins.optimizer.state
-        assert torch.equal(whole(never), Branches().never.weight)
+        assert torch.equal(whole(never).cpu(), Branches().never.weight)
 
 
 def _two_branches() -> Branches:
@@ -70,7 +70,8 @@ def sparse_gradients(world: World) -> str:
     with world.open() as strategy:
         twins = Twins(strategy, _embedding, lambda model: SGD(model.parameters(), lr=0.1))
         try:
-            strategy.step(twins.prepared(torch.tensor([strategy.rank, 4])).pow(2).mean(), twins.optimizer)
+            numbers = torch.tensor([strategy.rank, 4], device=strategy.device)
+            strategy.step(twins.prepared(numbers).pow(2).mean(), twins.optimizer)
         except UsageError as error:
             assert world.processes > 1
             return _naming(error, "create its layer with sparse=False")

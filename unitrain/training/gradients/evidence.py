@@ -43,7 +43,7 @@ class Evidence:
         self._hooks: list[Any] = []
         self._gradients: list[Tensor] = []
         self._keeps = True
-        self._nan: Tensor | None = None  # 0 or NaN, on the device: the host does not know which
+        self._factor: Tensor | None = None  # 1 or NaN, on the device: the host does not know which
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
         """Keep the gradients of these trained parameters from now on, and no others.
@@ -64,7 +64,8 @@ class Evidence:
         if self._keeps:
             self._gradients.append(gradient)
             self.is_empty = False
-        return None if self._nan is None else gradient + self._nan.to(gradient.device, gradient.dtype)
+        # A product, since nothing dense can be added to a sparse gradient.
+        return None if self._factor is None else gradient * self._factor.to(gradient.device, gradient.dtype)
 
     def refuse_loss(self) -> None:
         """Record a non-finite loss."""
@@ -73,7 +74,7 @@ class Evidence:
     def add_loss(self, loss: Tensor, *, averaged: bool) -> None:
         """Record a loss that the host does not know yet.
 
-        If gradients are ``averaged``, the device adds NaN to those that are kept in the next backward unless the loss
+        If gradients are ``averaged``, the device makes those NaN that are kept in the next backward unless the loss
         is finite, so that the averaged gradients show it to all ranks.
 
         Args:
@@ -83,7 +84,7 @@ class Evidence:
         self.losses.append(loss)
         self.is_empty = False
         if averaged:
-            self._nan = torch.where(loss.isfinite(), 0.0, math.nan)
+            self._factor = torch.where(loss.isfinite(), 1.0, math.nan)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -97,7 +98,7 @@ class Evidence:
     def clear(self) -> None:
         """Drop the records. A new window begins."""
         self._gradients.clear()
-        self._nan = None
+        self._factor = None
         self.loss_is_finite = self.is_empty = True
         self.losses = []
 
