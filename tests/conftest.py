@@ -113,6 +113,8 @@ def _left_processes(new: set[tuple[int, int]]) -> list[str]:
     for pid, _ in left:
         try:
             process = psutil.Process(pid)
+            if process.name() == "addr2line":
+                continue  # torch's: it reads the stacks in snapshots of a GPU's memory until this process ends
             said.append(f"process {process.pid} ({' '.join(process.cmdline())[:200]})")
             process.kill()
         except psutil.NoSuchProcess:

@@ -32,9 +32,9 @@ def main() -> None:
     # Only the files with such tests are read: others import what is not there.
     marked = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     behaviour = [LIMIT_OF_A_TEST, "-k", "not cost", "-s", PROBES]
-    only = [] if machine.dry_run else ["-n", "4", "--max-worker-restart", "8"]
+    only = [] if machine.dry_run else ["-n", "5", "--max-worker-restart", "8"]
     script.run(
-        Step("tests marked gpu", 160, machine.pytest("-m", "gpu", "-v", "--timeout=150", *only, *marked), shown=30),
+        Step("tests marked gpu", 200, machine.pytest("-m", "gpu", "-v", "--timeout=150", *only, *marked), shown=30),
         Step("probes", 120, machine.pytest(*behaviour), shown=30),
     )
     of_contract = ["-k", "reductions or trains_as_one_device[plain]"] if machine.dry_run else []

@@ -7,6 +7,7 @@ import os
 import pytest
 from core_duties import CORE_DUTIES
 from gpu_world import world_of
+from needs import FSDP
 
 from unitrain.testing.contract import check, parameters
 from unitrain.testing.duties import DUTIES
@@ -19,6 +20,9 @@ LEFT_OUT = {
     "collective_of_one_rank": "under NCCL the host does not wait in a script's collective",
 }
 ALL = [duty for duty in (*DUTIES.values(), *CORE_DUTIES.values()) if duty.name not in LEFT_OUT]
+
+
+pytestmark = [FSDP] if BACKEND == "fsdp" else []
 
 
 @pytest.mark.parametrize(("world", "duty"), parameters([world_of(BACKEND, int(RANKS))], duties=ALL))

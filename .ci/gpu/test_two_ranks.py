@@ -7,14 +7,14 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from gpu_world import DEVICE, OnGPU, world_of
 from test_device_faults import train
 from test_missing_waits import seconds_in_barrier
-from torch import nn
+from torch import Tensor, nn
 
 import unitrain
 from unitrain import CommunicationError, ConfigError
@@ -89,20 +89,22 @@ def errors_of_batch_norm(world: OnGPU, of_input: bool) -> list[float]:
         layer = strategy.prepare(nn.Sequential(nn.BatchNorm2d(8).double()))
         rank = strategy.rank
         rows = whole[:4] if rank == 0 else whole[4:]
-        own, all_rows = (
+        local, total = (
             part.to(strategy.device, memory_format=torch.channels_last).requires_grad_(of_input)
             for part in (rows, whole)
         )
-        got, expected = layer(own), plain(all_rows)
-        got.pow(3).sum().backward()
+        output, expected = layer(local), plain(total)
+        output.pow(3).sum().backward()
         expected.pow(3).sum().backward()
         part = slice(0, 4) if rank == 0 else slice(4, 12)
-        gradients = [
-            strategy.all_reduce(p.grad) - q.grad for p, q in zip(layer.parameters(), plain.parameters(), strict=True)
+        pairs: list[tuple[Any, Any]] = [(output, expected[part])]
+        pairs += [
+            (strategy.all_reduce(cast(Tensor, p.grad)), q.grad)
+            for p, q in zip(layer.parameters(), plain.parameters(), strict=True)
         ]
         if of_input:
-            gradients.append(own.grad - all_rows.grad[part])
-        return [tensor.abs().max().item() for tensor in (got - expected[part], *gradients)]
+            pairs.append((local.grad, cast(Tensor, total.grad)[part]))
+        return [(a - b).abs().max().item() for a, b in pairs]
 
 
 @pytest.mark.parametrize("of_input", [True, False])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from needs import FSDP_IN_16_BITS, GPU, compiled_by
+from needs import FSDP, FSDP_IN_16_BITS, GPU, compiled_by
 from partly_used import PartlyUsed
 from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
@@ -435,6 +435,7 @@ def train_offloaded(epochs: int, folder: str) -> tuple[list[float], State, set[s
 
 @pytest.mark.gpu
 @GPU
+@FSDP
 def test_offloaded_shards_are_in_host_memory_and_train_the_same(tmp_path: Path) -> None:
     for epochs in (1, 2):
         for losses, weights, where in run_ranks(train_offloaded, epochs, str(tmp_path)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from needs import GPU
+from needs import FSDP, GPU
 from places import TESTS
 
 from unitrain.commands.verify import command, worlds
@@ -149,7 +149,7 @@ def test_what_a_backend_refuses_is_left_out() -> None:
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize("backend", ["single", "data_parallel", "ddp", "fsdp"])
+@pytest.mark.parametrize("backend", ["single", "data_parallel", "ddp", pytest.param("fsdp", marks=FSDP)])
 def test_backends_pass_on_a_gpu_that_the_ranks_share(backend: str) -> None:
     assert verify(backend=backend, device="cuda:0") == 0
 

@@ -73,7 +73,7 @@ def train(devices: tuple[str, str], folder: str, **settings: Any) -> Trained:
             checkpoint.resume()
             for epoch in loader.epochs(epochs):
                 for (x,) in loader:
-                    loss = strategy.unwrap(model)(x).square().mean()
+                    loss = strategy.unwrap(model)(x.to(model.last[2].weight.dtype)).square().mean()
                     if strategy.global_step == 1 and strategy.rank == strategy.world_size - 1:
                         loss = loss * float("nan")
                     result = strategy.step(loss, optimizer, weight=len(x) if epoch else None)

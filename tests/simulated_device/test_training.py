@@ -6,6 +6,8 @@ logits are converted before it.
 
 from __future__ import annotations
 
+import gc
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from on_device import NEEDS_COMPILER, run, sim
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import unitrain
 from unitrain.features.batch_finder.find_micro_batch_size import find_micro_batch_size
@@ -125,6 +127,48 @@ def loop(folder: Path, device: str, interrupted: bool = False, **settings: Any) 
         every = [*model.state_dict().values(), *average.state_dict().values()]
         weights = torch.cat([value.reshape(-1).float().cpu() for value in every if isinstance(value, Tensor)])
         return [weights, torch.tensor(losses.value()), torch.tensor(right.value())]
+
+
+class Model:
+    """Garbage that, like a tensor of a GPU, must not be freed in another process."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.process = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os.abort()
+
+
+class Collecting(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        gc.collect()
+        return torch.ones(2)
+
+
+def after_a_fold() -> None:
+    gc.disable()
+    Model()
+    with unitrain.init(device="sim") as strategy:
+        assert (
+            len(
+                list(
+                    strategy.dataloader(
+                        Collecting(), global_batch_size=2, num_workers=1, multiprocessing_context="fork"
+                    )
+                )
+            )
+            == 2
+        )
+    gc.enable()
+
+
+def test_workers_leave_the_garbage_of_their_parent_alone() -> None:
+    run(after_a_fold, fresh=True)
 
 
 def trained_and_resumed(folder: Path) -> None:

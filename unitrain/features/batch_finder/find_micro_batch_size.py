@@ -107,8 +107,14 @@ def _out_of_memory(devices: tuple[torch.device, ...], attempt: Callable[[int], o
 
 def _free_memory(gpu: torch.device) -> int:
     """Return the free bytes of a GPU's memory; 0 if its module does not tell, as that of MPS."""
-    ask = getattr(torch.get_device_module(gpu), "mem_get_info", None)
-    return int(ask(gpu)[0]) if ask is not None else 0
+    module = torch.get_device_module(gpu)
+    if not hasattr(module, "mem_get_info"):
+        return 0
+    free, total = module.mem_get_info(gpu)
+    if not hasattr(module, "get_per_process_memory_fraction"):
+        return int(free)
+    # A script may have limited itself to a part, of which others see nothing.
+    return int(min(free, module.get_per_process_memory_fraction(gpu) * total - module.memory_reserved(gpu)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

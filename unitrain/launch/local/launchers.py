@@ -34,7 +34,9 @@ def launch_command(launcher: str, processes: int, arguments: Sequence[str]) -> l
     """
     count = str(processes)
     if launcher == "torchrun":
-        return ["torchrun", "--standalone", "--nproc-per-node", count, *arguments]
+        # Not as torchrun: where PATH has another environment's, the ranks would be of that environment.
+        module = [sys.executable, "-m", "torch.distributed.run"]
+        return [*module, "--standalone", "--nproc-per-node", count, *arguments]
     options = {
         "mpirun": ["mpirun", "-np", count],
         "horovodrun": ["horovodrun", "--gloo", "-np", count],  # otherwise, it calls mpirun
