@@ -113,7 +113,7 @@ def _free_memory(gpu: torch.device) -> int:
     free, total = module.mem_get_info(gpu)
     if not hasattr(module, "get_per_process_memory_fraction"):
         return int(free)
-    # A script may have limited itself to a part, of which others see nothing.
+    # A script may have limited itself to a part; what is free for others is then no measure.
     return int(min(free, module.get_per_process_memory_fraction(gpu) * total - module.memory_reserved(gpu)))
 
 
