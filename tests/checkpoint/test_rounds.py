@@ -229,7 +229,7 @@ def test_a_wrong_name_or_shape_is_one_error_and_nothing_is_loaded(
     assert torch.equal(weights, next(model.parameters()))
     checkpoint.add(model=model, optimizer=optimizer)
     assert not torch.equal(weights, next(model.parameters()))
-    with pytest.raises(UsageError, match="there is no 'modle', but model, optimizer, state"):
+    with pytest.raises(UsageError, match="there is no 'modle' beside model, optimizer, state"):
         checkpoint.remove("modle")
 
 
@@ -320,6 +320,14 @@ def test_a_signal_waits_for_the_end_of_a_round_and_says_how_long(capfd: pytest.C
         "unitrain: SIGTERM waits for the end of a round, which is saved whole or not at all. It began 7 s ago, and the "
         "last one took 0 s. A second signal ends the run at once, and the round is repeated when it is resumed.",
     ]
+
+
+def test_a_signal_before_a_round_does_not_wait_for_it() -> None:
+    alone = Alone()
+    alone.stopping.request(SIGNAL, signal.SIGTERM)
+    with pytest.raises(Stopped):
+        alone.round()
+    assert not alone.calls
 
 
 def test_a_signal_within_a_round_that_fails_acts_at_the_next_boundary() -> None:
