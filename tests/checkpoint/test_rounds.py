@@ -251,6 +251,39 @@ def test_a_state_that_nobody_takes_is_an_error(saved: tuple[unitrain.Strategy, P
     checkpoint.save()
 
 
+def add_on(folder: Path) -> tuple[list[str], int]:
+    """Resume, and do what is refused on all ranks; return the errors, and the value that was loaded."""
+    errors = []
+    with unitrain.init(backend="ddp", precision="fp64", device="cpu", timeout_s=30) as strategy:
+        model, optimizer = strategy.prepare(*made(0))
+        state = {"round": strategy.rank}
+        checkpoint = strategy.checkpoint(folder, model=model)
+        if checkpoint.resume():
+            for call in (
+                lambda: checkpoint.add(state=state if strategy.is_main else nn.Linear(1, 1)),
+                lambda: strategy.step(model(INPUTS).sum(), optimizer),
+                checkpoint.save,
+                lambda: checkpoint.add(state=state),
+            ):
+                try:
+                    call()
+                except CheckpointError as error:
+                    errors.append(str(error))
+        else:
+            checkpoint.add(state={"round": 5})
+            checkpoint.save()
+        return errors, state["round"]
+
+
+def test_all_ranks_refuse_what_one_of_them_can_not_load(tmp_path: Path) -> None:
+    run_ranks(add_on, tmp_path)
+    for errors, loaded in run_ranks(add_on, tmp_path):
+        assert [error.partition(": ")[2][:30] for error in errors] == [
+            "the checkpoint belongs to anot", "pass the objects to checkpoint", "pass the objects to checkpoint",
+        ]  # fmt: skip
+        assert loaded == 5
+
+
 # -------------------------------------------------------------------------------------------- what waits for the end
 
 
