@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
 from unitrain.communication.sharding import Sharding
@@ -45,6 +46,14 @@ class FSDPSharding(Sharding):
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return all of a tensor. Collective if it is sharded."""
         return full_tensor(tensor)
+
+    def shard_like(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """Return a copy of this rank's shard of a whole tensor, or the tensor itself if the parameter is whole."""
+        if not isinstance(parameter, DTensor):
+            return tensor
+        # Without a source, each rank takes its part of its own tensor, and nothing is sent.
+        shard = distribute_tensor(tensor.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return shard.to(to_local(parameter).device, copy=True)
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the shards of all ranks in order; of other ranks, tensors on the meta device."""

@@ -72,6 +72,16 @@ class OpenBatches:
         return self._open[0] if self._open else self._trained
 
     @property
+    def in_use(self) -> list[MicroBatch]:
+        """The batches of iterations in progress that the script may be computing something from.
+
+        In a loop that makes its steps itself, they stay open: of these, it can only use those that are in memory.
+        """
+        entries = [*self._held.values(), *self._open] or [*filter(None, [self._trained])]
+        present = [*self._known.values(), self._latest and self._latest[1]]
+        return [batch for batch, of in entries if not of.is_over and (of.trained or (batch, of) in present)]
+
+    @property
     def trained(self) -> list[Iteration]:
         """The latest iteration of each loader, if it was trained on."""
         return [iteration for iteration in self._begun if iteration.trained]
