@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -125,6 +125,14 @@ class Contents:
         step: TrainingStep,
         restored: Callable[[], None],
     ) -> None:
+        self._ranks = ranks = sockets.communicator
+        self._prepared = sockets.prepared
+        self._parts = sockets.parts
+        self._run = RunPart(ranks, step, sockets.states, dict, {}, sockets.config.seed, restored)
+        self.replace(objects)
+
+    def replace(self, objects: Mapping[str, Any]) -> None:
+        """Consist of these objects from now on. Those before are free."""
         for name, value in objects.items():
             if not isinstance(value, dict) and not callable(getattr(value, "load_state_dict", None)):
                 raise UsageError(
@@ -133,22 +141,20 @@ class Contents:
                 )
             if name in (RUN, "") or name.startswith(FEATURE) or "/" in name or "\0" in name:
                 raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
-        ranks = sockets.communicator
         self.objects: dict[str, Any] = dict(objects)
         self.of_objects: dict[str, ObjectPart] = {
-            name: _part_of(name, value, sockets.prepared, ranks) for name, value in objects.items()
+            name: _part_of(name, value, self._prepared, self._ranks) for name, value in objects.items()
         }
         parts = self.of_objects.items()
         self.modules: dict[str, nn.Module] = {name: part.module for name, part in parts if isinstance(part, ModulePart)}
         self.optimizers: dict[str, OptimizerPart] = {n: part for n, part in parts if isinstance(part, OptimizerPart)}
         self.schedulers: dict[str, SchedulerPart] = {n: part for n, part in parts if isinstance(part, SchedulerPart)}
         originals = {**objects, **self.modules}
-        self._of_features = [part for make in sockets.parts if (part := make(originals)) is not None]
-        classes = {name: part.class_name for name, part in {**self.optimizers, **self.schedulers}.items()}
+        self._of_features = [part for make in self._parts if (part := make(originals)) is not None]
         # Not of self: a cycle would keep the models of a run.
         self.names: Callable[[], dict[str, list[Name] | None]] = partial(_names, self.modules, self.optimizers)
-        self._run = RunPart(ranks, step, sockets.states, self.names, classes, sockets.config.seed, restored)
-        self._is_main = ranks.is_main
+        self._run.names = self.names
+        self._run.classes = {name: part.class_name for name, part in {**self.optimizers, **self.schedulers}.items()}
 
     @property
     def has_loader(self) -> bool:
@@ -201,6 +207,10 @@ class Contents:
             )
         return saved._replace(parts={name: state for name, state in parts.items() if name in (RUN, *wanted)})
 
+    def waiting(self, view: CheckpointView) -> set[str]:
+        """Return the names of the states in a checkpoint that this run has no object of."""
+        return {key for key in view.outlines if key != RUN and not key.startswith(FEATURE)} - self.of_objects.keys()
+
     def fit(self, view: CheckpointView, *, force: bool, new_options: bool = False) -> None:
         """Put optimizers' parameters in the order of this run. Raise CheckpointError unless saved states fit this run.
 
@@ -214,14 +224,17 @@ class Contents:
         outlines = view.outlines
         # Another tool has saved modules and optimizers only.
         expected = self.of_objects if view.manifest.files else {**self.modules, **self.optimizers}
-        saved = {key for key in outlines if key != RUN and not key.startswith(FEATURE)}
-        if set(expected) != saved:
+        waiting = self.waiting(view)
+        if not expected.keys() <= outlines.keys():
+            saved = sorted(waiting | expected.keys() & outlines.keys())
             raise CheckpointError(
-                f"the checkpoint contains {', '.join(sorted(saved))}, but this run has {', '.join(sorted(expected))}: "
-                "pass the same objects to strategy.checkpoint. Nothing was loaded."
+                f"the checkpoint contains {', '.join(saved)}, but this run has {', '.join(sorted(expected))}: pass the "
+                "same objects, by the same names. Nothing was loaded."
             )
         for name, was in outlines[RUN].get("classes", {}).items():
-            part = self.of_objects[name]
+            part = self.of_objects.get(name)
+            if part is None:
+                continue
             is_scheduler = isinstance(part, SchedulerPart)
             if was != part.class_name and not (new_options if is_scheduler else force):
                 remedy = "use resume(new_options=True), which follows the new schedule" if is_scheduler else NEW_RUN
@@ -231,10 +244,11 @@ class Contents:
             self.of_objects[name].check(outlines[name], force=force and not new_options)
         self._order_by_name(view)  # features have states of these parameters, too
         of_features = {part.key: part for part in self._of_features}
-        for key in (key for key in outlines if key.startswith(FEATURE)):
+        # Only with the last objects: a feature's state is of several.
+        for key in (key for key in outlines if not waiting and key.startswith(FEATURE)):
             if key in of_features:
                 of_features[key].check(outlines[key], force=force)
-            elif self._is_main:
+            elif self._ranks.is_main:
                 _warn_of_unknown(key.removeprefix(FEATURE))
 
     def _order_by_name(self, view: CheckpointView) -> None:
@@ -255,31 +269,38 @@ class Contents:
                     states.update(
                         {part.key: part.in_order(states[part.key], name, order) for part in parts if part.key in states}
                     )
+                outlines[RUN]["names"][name] = named
 
-    def replaced_options(self, outlines: Mapping[str, Any], *, new_options: bool) -> list[str]:
-        """Return which options of the script the outlines of a checkpoint replace, for a message.
-
-        Args:
-            outlines: of the checkpoint's states.
-            new_options: as of ``load``.
-        """
-        parts: list[OptimizerPart | SchedulerPart] = [*self.optimizers.values(), *self.schedulers.values()]
-        if new_options:
-            parts = [part for part in self.schedulers.values() if not part.follows_steps]
-        saved = [part for part in parts if part.key in outlines]
-        return sorted({option for part in saved for option in part.replaced_options(outlines[part.key])})
-
-    def load(self, view: CheckpointView, *, new_options: bool) -> None:
-        """Load the states of a checkpoint. Collective.
+    def replaced_options(self, view: CheckpointView, names: Set[str], *, new_options: bool) -> list[str]:
+        """Return which options of the script the states of a checkpoint replace, for a message.
 
         Args:
             view: the checkpoint.
+            names: as of ``load``.
+            new_options: as of ``load``.
+        """
+        outlines = view.outlines
+        parts: list[OptimizerPart | SchedulerPart] = [*self.optimizers.values(), *self.schedulers.values()]
+        if new_options:
+            parts = [part for part in self.schedulers.values() if not part.follows_steps]
+        saved = [part for part in parts if part.key in names & outlines.keys()]
+        return sorted({option for part in saved for option in part.replaced_options(outlines[part.key])})
+
+    def load(self, view: CheckpointView, names: Set[str], *, new_options: bool) -> None:
+        """Load states of a checkpoint. Collective.
+
+        The state of the run is loaded each time: making an object may draw random numbers. Those of features come last.
+
+        Args:
+            view: the checkpoint.
+            names: the names of the objects to load.
             new_options: whether to keep the options of optimizers and schedulers as the script has made them.
         """
         # Loaders first: they refuse other data before the model is changed.
         weights = *self.modules, *self.optimizers
-        objects = sorted(self.of_objects.values(), key=lambda part: (part.name in weights, part.name))
-        for part in (*objects, self._run, *self._of_features):
+        named = [part for name, part in self.of_objects.items() if name in names]
+        objects = sorted(named, key=lambda part: (part.name in weights, part.name))
+        for part in (*objects, self._run, *(() if self.waiting(view) else self._of_features)):
             if part.key not in view.outlines:  # another tool has no loaders
                 continue
             state = view.state(part.key)

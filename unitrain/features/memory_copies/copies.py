@@ -126,6 +126,10 @@ class MemoryCopies(StepHook, CheckpointHook):
                 left = now if other and other.run == run else left
         return run, life, None if left == now else left
 
+    def changed(self) -> None:
+        """Go back to no earlier copy: it may have another model."""
+        self._marks = []
+
     def discarded(self) -> None:
         """Let nothing that is in memory come back: a new run begins. Collective."""
         self._kept = ""
@@ -175,8 +179,8 @@ class MemoryCopies(StepHook, CheckpointHook):
         return self._store
 
     def at_boundary(self) -> None:
-        """Copy the state if it is time to."""
-        if self.active and self._pulse.step >= self._next:
+        """Copy the state if it is time to, and not within a round."""
+        if self.active and self._pulse.step >= self._next and self._sockets.stopping.round_began is None:
             with self._pulse.within("a copy in memory"), self._sockets.prepared.training_weights():
                 self._copy()
                 if self._every == 1 and self._background is not None:
