@@ -125,34 +125,35 @@ def main() -> None:
     resume_or_discard(checkpoint, settings.resume, force=settings.force)
     folder.begin(settings, strategy.global_step)
     for number in range(progress["rounds"], settings.rounds):
-        with strategy.evaluation(policy), strategy.autocast():
-            seed = (strategy.config.seed, number)
-            rollout = environments.rollout(
-                policy, settings.steps, seed, settings.discount, settings.gae_lambda, strategy.device
-            )
-        # Each rank gets the steps of all, in the order of the environments: minibatches don't depend on the ranks.
-        *steps, returns = strategy.gather(tuple(rollout))
-        train = strategy.dataloader(TensorDataset(*steps), global_batch_size=settings.batch_size, shuffle=True)
-        train.epoch = number * settings.epochs  # which the order follows from
-        meters: defaultdict[str, Meter] = defaultdict(strategy.meter)
-        for _ in train.epochs((number + 1) * settings.epochs):
-            for observations, actions, log_probs, advantages, targets in train:
-                gains = normalised(strategy, advantages, 0 if train.stand_in else len(actions))
-                with strategy.autocast():
-                    losses = losses_of(policy, [observations, actions, log_probs, gains, targets], settings.clip)
-                for name, value in losses.items():
-                    meters[name].add(mean=value, count=len(actions))
-                loss = losses["policy_loss"] + settings.value_weight * losses["value_loss"]
-                strategy.step(loss - settings.entropy_weight * losses["entropy"], optimizer, scheduler)
-        progress["rounds"] = number + 1
-        metrics = {
-            "round": number, "step": strategy.global_step, "episodes": len(returns),
-            "mean_return": returns.mean().item() if len(returns) else math.nan,
-            **{name: meter.value() for name, meter in meters.items()},
-        }  # fmt: skip
-        folder.add(metrics)
-        strategy.print("round {round}: mean return {mean_return:.1f}, entropy {entropy:.3f}".format(**metrics))
-        checkpoint.save()
+        with checkpoint.round():  # signals wait for its end, since half a rollout can't be resumed
+            with strategy.evaluation(policy), strategy.autocast():
+                rollout = environments.rollout(
+                    policy, settings.steps, (strategy.config.seed, number), settings.discount, settings.gae_lambda,
+                    strategy.device,
+                )  # fmt: skip
+            # Each rank gets the steps of all, in the order of the environments: minibatches don't depend on the ranks.
+            *steps, returns = strategy.gather(tuple(rollout))
+            train = strategy.dataloader(TensorDataset(*steps), global_batch_size=settings.batch_size, shuffle=True)
+            train.epoch = number * settings.epochs  # which the order follows from
+            meters: defaultdict[str, Meter] = defaultdict(strategy.meter)
+            for _ in train.epochs((number + 1) * settings.epochs):
+                for observations, actions, log_probs, advantages, targets in train:
+                    gains = normalised(strategy, advantages, 0 if train.stand_in else len(actions))
+                    with strategy.autocast():
+                        losses = losses_of(policy, [observations, actions, log_probs, gains, targets], settings.clip)
+                    for name, value in losses.items():
+                        meters[name].add(mean=value, count=len(actions))
+                    loss = losses["policy_loss"] + settings.value_weight * losses["value_loss"]
+                    strategy.step(loss - settings.entropy_weight * losses["entropy"], optimizer, scheduler)
+            metrics = {
+                "round": number, "step": strategy.global_step, "episodes": len(returns),
+                "mean_return": returns.mean().item() if len(returns) else math.nan,
+                **{name: meter.value() for name, meter in meters.items()},
+            }  # fmt: skip
+            folder.add(metrics)
+            strategy.print("round {round}: mean return {mean_return:.1f}, entropy {entropy:.3f}".format(**metrics))
+            progress["rounds"] = number + 1
+            checkpoint.save()
     strategy.save(policy, folder.path / "model.pt")
     if strategy.is_main:
         from unitrain.recipes.shared.figures import draw_curves  # takes as long to import as torch
