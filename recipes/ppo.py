@@ -70,13 +70,10 @@ class Settings(Section):
     strategy: unitrain.StrategyConfig = unitrain.StrategyConfig(clip_norm=0.5)
 
 
-def normalised(strategy: unitrain.Strategy, advantages: Tensor, count: int) -> Tensor:
+def normalised(strategy: unitrain.Strategy, advantages: Tensor) -> Tensor:
     """Return advantages with mean 0 and variance 1 over the minibatches of all ranks. Collective."""
-    sums = [advantages.sum(), advantages.square().sum(), advantages.new_tensor(len(advantages))]
-    total, squares, number = strategy.all_reduce(torch.stack(sums) * (count > 0))
-    mean = total / number
-    normal: Tensor = (advantages - mean) / ((squares / number - mean.square()).clamp(min=0).sqrt() + 1e-8)
-    return normal
+    mean, square = strategy.mean(torch.stack([advantages.mean(), advantages.square().mean()]))
+    return (advantages - mean) / ((square - mean.square()).clamp(min=0).sqrt() + 1e-8)
 
 
 def losses_of(policy: nn.Module, batch: list[Tensor], clip: float) -> dict[str, Tensor]:
@@ -138,7 +135,7 @@ def main() -> None:
             meters: defaultdict[str, Meter] = defaultdict(strategy.meter)
             for _ in train.epochs((number + 1) * settings.epochs):
                 for observations, actions, log_probs, advantages, targets in train:
-                    gains = normalised(strategy, advantages, 0 if train.stand_in else len(actions))
+                    gains = normalised(strategy, advantages)
                     with strategy.autocast():
                         losses = losses_of(policy, [observations, actions, log_probs, gains, targets], settings.clip)
                     for name, value in losses.items():
