@@ -72,7 +72,7 @@ class Settings(Section):
 
 def normalised(strategy: unitrain.Strategy, advantages: Tensor) -> Tensor:
     """Return advantages with mean 0 and variance 1 over the minibatches of all ranks. Collective."""
-    mean, square = strategy.mean(torch.stack([advantages.mean(), advantages.square().mean()]))
+    mean, square = strategy.mean(torch.stack([advantages.mean(), advantages.square().mean()])).unbind()
     return (advantages - mean) / ((square - mean.square()).clamp(min=0).sqrt() + 1e-8)
 
 
@@ -150,7 +150,7 @@ def main() -> None:
             folder.add(metrics)
             strategy.print("round {round}: mean return {mean_return:.1f}, entropy {entropy:.3f}".format(**metrics))
             progress["rounds"] = number + 1
-            checkpoint.save()
+        checkpoint.save()
     strategy.save(policy, folder.path / "model.pt")
     if strategy.is_main:
         from unitrain.recipes.shared.figures import draw_curves  # takes as long to import as torch
