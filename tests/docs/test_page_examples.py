@@ -1,4 +1,4 @@
-"""The examples of docs/training/generating.md and two-loaders.md train alike on any ranks, also after a resume."""
+"""Examples of docs/training/ that train the same model on any number of ranks: contrastive, generating, two loaders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from needs import HOROVOD
+from needs import FSDP, HOROVOD
 from page_blocks import blocks
 from places import ROOT
 from ranks import run_ranks
@@ -17,15 +17,36 @@ from torch import Tensor
 EPOCHS = {"generating": 30, "two-loaders": 6}
 
 
-def trained(page: str, folder: str, backend: str, epochs: int | None = None) -> tuple[dict[str, Tensor], Any]:
-    """Run an example in float64, and return the weights, and what it has written."""
-    os.chdir(folder)
-    [block] = [block for block in blocks(ROOT / "docs" / "training" / f"{page}.md") if "unitrain.init(" in block.text]
-    text = block.text.replace("unitrain.init()", f"unitrain.init(backend={backend!r}, precision='fp64', device='cpu')")
-    text = text.replace(f".epochs({EPOCHS[page]})", f".epochs({epochs or EPOCHS[page]})")
-    text = text.replace("strategy.close()", "")
+def example(page: str, has: str, **settings: Any) -> dict[str, Any]:
+    """Run the block of a page that has some text in float64, and return the names that it defines."""
+    [block] = [block for block in blocks(ROOT / "docs" / "training" / f"{page}.md") if has in block.text]
+    given = "".join(f", {name}={value!r}" for name, value in settings.items() if name != "epochs")
+    text = block.text.replace("unitrain.init()", f"unitrain.init(precision='fp64', device='cpu'{given})")
+    if "epochs" in settings:
+        text = text.replace(f".epochs({EPOCHS[page]})", f".epochs({settings['epochs']})")
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(text, block.place, "exec", dont_inherit=True), names)
+    exec(compile(text.replace("strategy.close()", ""), block.place, "exec", dont_inherit=True), names)
+    return names
+
+
+def contrasted() -> list[Tensor]:
+    """Return the weights of the contrastive example."""
+    names = example("loss", "class Towers")
+    with names["strategy"]:
+        return [p.detach().clone() for p in names["model"].parameters()]
+
+
+@pytest.mark.parametrize(("launcher", "nprocs"), [("spawn", 3), pytest.param("horovodrun", 2, marks=HOROVOD)])
+def test_a_contrastive_loss_trains_the_same_model(launcher: Any, nprocs: int) -> None:
+    alone = contrasted()
+    for weights in run_ranks(contrasted, nprocs=nprocs, launcher=launcher):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-9)
+
+
+def trained(page: str, folder: str, backend: str, epochs: int | None = None) -> tuple[dict[str, Tensor], Any]:
+    """Run an example in a folder, and return the weights, and what it has written."""
+    os.chdir(folder)
+    names = example(page, "unitrain.init()", backend=backend, epochs=epochs or EPOCHS[page])
     with names["strategy"] as strategy:
         written = None
         if page == "generating":
@@ -50,7 +71,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     [
         pytest.param("ddp", "horovod", marks=HOROVOD),
         pytest.param("horovod", "ddp", marks=[HOROVOD, pytest.mark.all("as in the other order")]),
-        ("fsdp", "fsdp"),
+        pytest.param("fsdp", "fsdp", marks=FSDP),
     ],
 )
 def test_two_ranks_train_and_write_the_same_also_after_a_resume(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from needs import HOROVOD
+from needs import FSDP, HOROVOD
 from page_blocks import blocks
 from places import ROOT
 from plain_loop import data, model_of, sgd, strategy_of
@@ -87,7 +87,12 @@ CLIP_NORM = 0.05  # each step is clipped
 
 @pytest.mark.parametrize(
     ("backend", "synchronised"),
-    [("ddp", False), ("ddp", True), pytest.param("horovod", True, marks=HOROVOD), ("fsdp", False)],
+    [
+        ("ddp", False),
+        ("ddp", True),
+        pytest.param("horovod", True, marks=HOROVOD),
+        pytest.param("fsdp", False, marks=FSDP),
+    ],
 )
 @on_ranks()
 def test_the_other_features_of_the_page_see_and_do_the_same_as_in_a_plain_loop(
