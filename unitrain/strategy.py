@@ -575,7 +575,7 @@ class Strategy:
         self._tidy_up()
         with self._trials.within(trial) as stack:
             give(stack, self, config=self._sockets.config, _checkpoint=None)
-            stack.callback(lambda: self._checkpoint and self._ended.append((trial, self._checkpoint)))
+            stack.callback(lambda: self._ended.extend([(trial, self._checkpoint)] if self._checkpoint else []))
             yield trial
         self._tidy_up()
 
