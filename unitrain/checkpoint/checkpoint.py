@@ -91,6 +91,7 @@ class Checkpoint:
         self._round_ended_at: int | None = None  # after which step the last one has ended
         self._deferred: list[bool] = []  # the saves within a round: whether each is the best
         self.closed: bool = False
+        self._trial = ranks.collectives.pulse.trial
         # Now, since at the first save an hour of training could be lost.
         with ranks.collectives.pulse.within("strategy.checkpoint, claiming its folder"):
             ranks.on_main(lambda: self.folder.claim(contents.nbytes))
@@ -138,6 +139,7 @@ class Checkpoint:
                 rank.
             UsageError: ``best`` differs between ranks; on every rank.
         """
+        self._check_trial("save")
         if self._stopping.round_began is not None:
             self._deferred.append(best)
         elif self._step.within_window:  # the gradients of its first micro-batches are in no state
@@ -161,6 +163,7 @@ class Checkpoint:
             ...         train_and_collect(state)
             ...         state["round"] += 1
         """
+        self._check_trial("round")
         if self._stopping.round_began is not None or self._step.within_window:
             raise UsageError("checkpoint.round() was called within a round or an accumulation window: end that first.")
         self._deferred = []
@@ -281,6 +284,7 @@ class Checkpoint:
         Raises:
             CheckpointError: no checkpoint is intact, or it does not fit this run; on every rank, with nothing changed.
         """
+        self._check_trial("resume")
         ranks, contents = self._communicator, self.contents
         with ranks.collectives.pulse.within("checkpoint.resume"), self._prepared.training_weights():
             self._drop_waiting()
@@ -321,6 +325,7 @@ class Checkpoint:
             CheckpointError: while states wait, one of a name that was not saved was added; or a state does not fit its
                 object. On every rank, with nothing loaded.
         """
+        self._check_trial("add")
         stale = sorted(objects.keys() & self.contents.objects.keys())
         if stale and self._step.global_step == self._round_ended_at:
             raise UsageError(
@@ -337,6 +342,7 @@ class Checkpoint:
         Raises:
             UsageError: the checkpoint has no object, and no state that waits, of a name.
         """
+        self._check_trial("remove")
         objects = dict(self.contents.objects)
         for name in names:
             waits = self._waiting is not None and self._waiting.view.outlines.pop(name, None) is not None
@@ -467,6 +473,7 @@ class Checkpoint:
         """Wait for the background writer, and end it. Collective. Further calls do nothing."""
         if self.closed:
             return
+        self._check_trial("close")
         try:
             with self._communicator.collectives.pulse.within("checkpoint.wait"):
                 self._communicator.on_main(self._writer.finish)
@@ -479,6 +486,11 @@ class Checkpoint:
             self._drop_waiting()
             self._abandon_hooks()
             self._stopping.close()
+
+    def _check_trial(self, call: str) -> None:
+        """Raise UsageError in another trial than the one that this was opened in: steps and objects are others."""
+        if self._communicator.collectives.pulse.trial != self._trial:
+            raise UsageError(f"{call}() was called within a trial, on a checkpoint from outside of it: open one in it.")
 
     def abandon(self) -> None:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""

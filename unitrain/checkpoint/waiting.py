@@ -28,6 +28,7 @@ class WaitingStates(StepHook):
     names: Set[str]
     options: dict[str, bool]
     place = 0
+    of_checkpoint = True
 
     def before_call(self, call: str) -> None:
         """Refuse to train with new objects in the place of saved ones."""

@@ -85,6 +85,7 @@ class Loader:
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
         self._given = given
         self._made_at = call_site.current()
+        self._trial = communicator.collectives.pulse.trial
         self.epoch = 0
         self._source: Iterable | MapStyle = make_source(communicator, config, local_world_size, given, plan)
 
@@ -223,9 +224,13 @@ class Loader:
             self.epoch = self._epoch + 1
         elif self._iteration is not None:
             self._drop(self._iteration)
-        # An evaluation in between does not show how the script counts.
         if self._loop.is_training():
-            self._tell_uncounted()
+            if self._communicator.collectives.pulse.trial != self._trial:
+                raise UsageError(
+                    f"the loader that was made at {self._made_at} belongs to another trial, or to none: its order "
+                    "would depend on what was trained before. Make a loader in each trial; one may evaluate for all."
+                )
+            self._tell_uncounted()  # not in an evaluation, which does not show how the script counts
         shares_order = self._source.readers(self._epoch) is None  # with all ranks
         if isinstance(self._source, MapStyle) and self._given.held is None:
             self._given.held = len(self.dataset)

@@ -66,6 +66,7 @@ class Stopping:
 
     Attributes:
         checkpoint: the open checkpoint; None if there is none.
+        outer: within a trial, the checkpoint that is open outside of it: signals are received until that is closed.
         round_began: when the round began that the script is in; None outside of rounds.
     """
 
@@ -77,6 +78,7 @@ class Stopping:
         self._send = send
         self._is_main = is_main
         self.checkpoint: Saves | None = None
+        self.outer: Saves | None = None
         self._signals: StopSignals | None = None
         self._lock = threading.Lock()
         self._actions: dict[str, Callable[[int], None]] = {
@@ -107,12 +109,12 @@ class Stopping:
     def listen(self, checkpoint: Saves) -> None:
         """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1."""
         self.checkpoint = checkpoint
-        self._signals = StopSignals(self._receive)
+        self._signals = self._signals or StopSignals(self._receive)
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
         self.checkpoint = None
-        if self._signals is not None:
+        if self._signals is not None and self.outer is None:
             self._signals.close()
             self._signals = None
 
@@ -213,7 +215,8 @@ class Stopping:
             # preempts.
             requeues = number == signal.SIGUSR1 or (number == signal.SIGTERM and _is_preempted())
             requeued = _requeue() if requeues and resubmit is None else ""
-            print_stdout(f"unitrain: stopped by {number.name} after step {self._pulse.step}{where}.{requeued}")
+            step = f"step {self._pulse.step}{self._pulse.of_trial}"
+            print_stdout(f"unitrain: stopped by {number.name} after {step}{where}.{requeued}")
         # submitit's handler requeues the job itself, so UniTrain must not do it as well.
         if resubmit is not None:
             try:

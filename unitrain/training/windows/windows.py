@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from operator import is_
 from weakref import finalize, ref
 
@@ -27,6 +28,8 @@ class Windows:
 
     Attributes:
         count: number of windows, an attribute since each step asks for it.
+        outer: within a trial, the windows that there were before it.
+        ended: windows of trials that have ended, to be forgotten.
     """
 
     def __init__(
@@ -68,14 +71,17 @@ class Windows:
         self._registered = 0  # ever
         self._groups = 0  # of the optimizer, if it is the only one
         self.count: int = 0
+        self.outer: list[Window] = []
+        self.ended: list[Window] = []
 
     def __iter__(self) -> Iterator[Window]:
         return iter(self._windows)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers that exist on this rank. Others free one that the script has dropped sooner, or later."""
-        return [optimizer for window in self if (optimizer := window.reference()) is not None]
+        """The optimizers that exist on this rank, of the trial if one is in progress. Ranks free dropped ones apart."""
+        windows = [window for window in self if window not in self.outer and window not in self.ended]
+        return [optimizer for window in windows if (optimizer := window.reference()) is not None]
 
     def on_all_ranks(self, *, modules_too: bool = False) -> list[Optimizer]:
         """Return the optimizers that no rank has freed, and forget all others, and their parameters. Collective.
@@ -83,11 +89,14 @@ class Windows:
         Args:
             modules_too: forget dropped modules even if no optimizer is gone.
         """
-        optimizers = present(self._communicator, [window.reference for window in self])
+        everywhere = present(self._communicator, [window.reference for window in self])
+        optimizers = [None if w in self.ended else optimizer for w, optimizer in zip(self, everywhere, strict=True)]
+        self.ended = []
         gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
         for window in gone:
             if window.is_open:  # it was dropped after a backward: another one may train its parameters next
-                self._complete(window)
+                with suppress(UsageError):  # DDP's wrapper is gone: it has averaged within the backward
+                    self._complete(window)
                 window.clear()
             window.evidence.close()
             for rival in window.shared.rivals:
@@ -96,7 +105,7 @@ class Windows:
         for key in [key for key, window in self._of.items() if window in gone]:
             del self._of[key]  # this rank has it still
         self._windows = [window for window in self if window not in gone]
-        self.count = len(self._windows)
+        self.count, self._groups = len(self._windows), 0
         existing = [optimizer for optimizer in optimizers if optimizer is not None]
         if gone or modules_too:  # not at the end of most epochs
             kept = {p for module in self._prepared.on_all_ranks(self._communicator) for p in module.parameters()}
@@ -115,7 +124,7 @@ class Windows:
     @property
     def any_open(self) -> bool:
         """Whether an optimizer has gradients of a window that is not complete."""
-        return any(window.is_open for window in self._windows)
+        return any(window.is_open for window in self._windows if window not in self.ended)
 
     def advance(self, optimizer: Optimizer) -> Window:
         """Complete a micro-batch of an optimizer that had a backward, and return its window. Collective if that ends.
