@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -287,7 +287,8 @@ class TrainingStep:
         if window.last is None and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             self._evaluate(window, closure)
         replaced = {name: step for name, step in vars(optimizer).items() if name == "step"}  # by a scheduler
-        optimizer.step = partial(optimizer.step, partial(self._reevaluate, window, closure))  # type: ignore[method-assign]
+        evaluated = partial(optimizer.step, partial(self._reevaluate, window, closure))
+        optimizer.step = update_wrapper(evaluated, optimizer.step)  # type: ignore[method-assign]
         try:
             yield
         finally:
