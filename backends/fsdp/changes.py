@@ -108,10 +108,9 @@ def refuse_assigned(unit: nn.Module, leaves: dict[Tensor, Tensor], names: dict[T
             # An assignment to the data of a DTensor gives it another storage, and leaves its local tensor as it is.
             if (present is not shard and present is not leaf) or shard.untyped_storage()._cdata != storage:
                 raise UsageError(
-                    f"{names[shard]} was replaced (by functional_call?), or its .data assigned to, but FSDP gathers "
-                    "the shard as it was, so that this forward would have other weights than the script expects: "
-                    "change shards in place (p.data.copy_(values) in place of p.data = values), and use backend ddp "
-                    "or horovod with functional_call."
+                    f"{names[shard]} was replaced (by functional_call?), or its .data assigned to, but FSDP would "
+                    "gather the shard as it was: change shards in place (p.data.copy_(values) in place of p.data = "
+                    "values), and use backend ddp or horovod with functional_call."
                 )
 
     unit.register_forward_pre_hook(eager(check), prepend=True)  # before fully_shard's hooks replace them

@@ -188,12 +188,12 @@ def refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "kind", "message"),
     [
-        ("accumulate", UsageError, r"passed a closure, but accumulate is 2, and precision fp32: set accumulate to 1"),
+        ("accumulate", UsageError, r"passed a closure, which accumulate above 1 .*: set accumulate to 1"),
         ("sharded", UsageError, r"shard_optimizer does not support closures"),
         (
             "backward",
             CommunicationError,
-            r"gradients differ: 0\.weight \(8, 4\) of rank 1 is not that of rank 0\. Aver",
+            r"gradients differ: 0\.weight \(8, 4\) of rank 1 is not .*\. Average",
         ),
         ("local", CommunicationError, r"the closure's losses differ .* Return strategy\.mean\(loss\)"),
         ("assigned", UsageError, r"0\.weight was replaced .*, or its \.data assigned to.*p\.data\.copy_\(values\)"),

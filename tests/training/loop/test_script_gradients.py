@@ -86,7 +86,7 @@ def adapted(model: Any, parameters: dict[str, Any], inputs: Tensor, targets: Ten
 
 
 def meta_learned(strategy: unitrain.Strategy, case: str) -> float:
-    """Train by MAML, on a task for each sample of a batch. Return how far the weights are from those of a plain loop."""
+    """Train by MAML, with batches of tasks. Return how far the weights are from those of a plain loop."""
     net = model_of()
     plain = copy.deepcopy(net)
     model, optimizer = strategy.prepare(net, sgd(net))
