@@ -47,7 +47,8 @@ from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
-from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights
+from unitrain.training.weighted_means import WeightedMeans
+from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights, Weight
 
 T = TypeVar("T")
 FeatureType = TypeVar("FeatureType", bound=Feature)
@@ -96,6 +97,7 @@ class Strategy:
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
+        self._means = WeightedMeans(self._communicator, self._loop)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
@@ -285,6 +287,32 @@ class Strategy:
         """
         return self._step.update(optimizer, scheduler, closure)
 
+    def average(self, gradients: T, weight: Weight | None = None) -> T:
+        """Return the mean of the ranks' gradients, for a script that computes them itself. Collective.
+
+        It is the gradient of the mean loss over the samples of all ranks if each rank passes the gradient of the mean
+        over its own, as ``torch.autograd.grad`` computes it. Gradients that a script has put together from averaged
+        ones become ``grad`` of the parameters, and ``update`` steps with them.
+
+        Args:
+            gradients: a list, a tuple or a dict of tensors, or a single tensor; the same structure, shapes and dtypes
+                on all ranks. A None counts as zeros, and stays None if it is None on all ranks.
+            weight: weight of this rank's gradients, the number of its tokens, say. Default: the number of samples in
+                the batch that the strategy's loader yielded last; without such a loader all ranks weigh the same. A
+                stand-in has weight 0. Gradients of weight 0 may be NaN.
+
+        Returns:
+            New tensors in the same structure, with the dtypes and devices of this rank's.
+
+        Raises:
+            UsageError: gradients can't be averaged or differ in form, or weights have no mean; on all ranks.
+
+        Example:
+            >>> gradients = strategy.average(torch.autograd.grad(loss, parameters))
+        """
+        self._step.replicas.check("average()")
+        return self._means.average(gradients, weight)
+
     @property
     def global_step(self) -> int:
         """Number of optimizer steps of the run so far, including those before it was resumed."""
@@ -359,6 +387,31 @@ class Strategy:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
         return Meter(self._communicator, self._step.batches.current_batch)
 
+    def mean(self, value: Tensor, count: Weight | None = None) -> Tensor:
+        """Return the mean over all ranks' samples, given the mean over this rank's, with its gradient. Collective.
+
+        So a loss may be any function of means over the global batch. ``step`` and ``backward`` then compute its
+        gradient as if one process had the whole batch, whatever weights they are given. ``average`` does so with the
+        same weights: for ``mean(value, count)``, those are ``average(gradients, weight=count)``.
+
+        Args:
+            value: the mean over this rank's samples: a tensor of any shape, the same on all ranks. If it requires grad
+                on one rank, it must on all, and all run the backward, which is collective.
+            count: number of samples that this rank's mean is over, or of tokens, say. Default: as the weight in
+                ``average``; in an evaluation, it is of the batch that was yielded last. If it is 0, the value may be
+                NaN. As with ``gather``, ranks without samples of a batch get stand-ins in an evaluation.
+
+        Raises:
+            UsageError: values differ in form, or the counts have no mean; on all ranks.
+
+        Example:
+            >>> center = strategy.mean(model(images).mean(0))
+            >>> strategy.step(((model(images) - center) ** 2).mean(), optimizer)
+        """
+        if isinstance(value, Tensor) and value.requires_grad:
+            self._step.replicas.check("mean() of a value with a gradient")
+        return self._means.mean(value, count)
+
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.
 
@@ -377,6 +430,29 @@ class Strategy:
         Collective if it is sharded; otherwise it returns the tensor itself.
         """
         return self._communicator.sharding.full_tensor(tensor)
+
+    def shard_like(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """Return this rank's shard of a whole tensor, as it has one of a parameter: the inverse of ``full_tensor``.
+
+        Values, noise or a gradient that a script has for a whole parameter can so be used with a sharded one. If the
+        parameter is not sharded, it returns the tensor itself. Not collective.
+
+        Args:
+            tensor: with the shape of the whole parameter (``parameter.shape``), and the same on all ranks: noise from a
+                ``torch.Generator`` with the same seed, say.
+            parameter: of a prepared module.
+
+        Raises:
+            UsageError: the shapes differ.
+
+        Example:
+            >>> with torch.no_grad():
+            ...     for p in model.parameters():
+            ...         p.add_(strategy.shard_like(torch.randn(p.shape, generator=generator), p), alpha=0.01)
+        """
+        if tensor.shape != parameter.shape:
+            raise UsageError(f"the tensor has shape {[*tensor.shape]}, but the whole parameter {[*parameter.shape]}.")
+        return self._communicator.sharding.shard_like(tensor, parameter)
 
     # ------------------------------------------------------------------------------------ collective communication
 
@@ -442,7 +518,7 @@ class Strategy:
             ...     parts = [strategy.gather((model(images), labels), in_order=val) for images, labels in val]
             >>> scores, labels = (torch.cat(part) for part in zip(*parts))
         """
-        self._loop.gathers()
+        self._loop.gathers("gather")
         positions = None
         if in_order is not None:
             if not isinstance(in_order, Loader):
