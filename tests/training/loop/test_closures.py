@@ -160,7 +160,7 @@ def test_a_closure_makes_one_step() -> None:
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod", "fsdp"])
 def test_a_closure_makes_one_step_on_two_ranks(backend: str) -> None:
-    for found in run_ranks(distances, backend, list(MAKE)):
+    for found in run_ranks(distances, backend, [case for case in MAKE if case != "lbfgs"]):
         assert max(found.values()) < 1e-9, found
 
 
