@@ -35,6 +35,7 @@ from unitrain.launch.copies import unmark_rank
 from unitrain.launch.detect import Launch
 from unitrain.process import exit_now
 from unitrain.pulse import CLOSING
+from unitrain.training import weighted_means
 from unitrain.training.feature import Feature
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
@@ -47,7 +48,6 @@ from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
-from unitrain.training.weighted_means import WeightedMeans
 from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights, Weight
 
 T = TypeVar("T")
@@ -97,7 +97,6 @@ class Strategy:
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
-        self._means = WeightedMeans(self._communicator, self._loop)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
@@ -295,11 +294,11 @@ class Strategy:
         ones become ``grad`` of the parameters, and ``update`` steps with them.
 
         Args:
-            gradients: a list, a tuple or a dict of tensors, or a single tensor; the same structure, shapes and dtypes
-                on all ranks. A None counts as zeros, and stays None if it is None on all ranks.
+            gradients: a list, a tuple or a dict of dense floating-point tensors without a graph; the same structure,
+                shapes and dtypes on all ranks. A None counts as zeros, and stays None if it is None on all ranks.
             weight: weight of this rank's gradients, the number of its tokens, say. Default: the number of samples in
-                the batch that the strategy's loader yielded last; without such a loader all ranks weigh the same. A
-                stand-in has weight 0. Gradients of weight 0 may be NaN.
+                the batch of the strategy's loader that is in use; without such a loader all ranks weigh the same. A
+                stand-in has weight 0 in any case. Gradients of weight 0 may be NaN.
 
         Returns:
             New tensors in the same structure, with the dtypes and devices of this rank's.
@@ -311,7 +310,7 @@ class Strategy:
             >>> gradients = strategy.average(torch.autograd.grad(loss, parameters))
         """
         self._step.replicas.check("average()")
-        return self._means.average(gradients, weight)
+        return weighted_means.average(self._communicator, gradients, self._loop.weight(weight))
 
     @property
     def global_step(self) -> int:
@@ -390,9 +389,9 @@ class Strategy:
     def mean(self, value: Tensor, count: Weight | None = None) -> Tensor:
         """Return the mean over all ranks' samples, given the mean over this rank's, with its gradient. Collective.
 
-        So a loss may be any function of means over the global batch. ``step`` and ``backward`` then compute its
-        gradient as if one process had the whole batch, whatever weights they are given. ``average`` does so with the
-        same weights: for ``mean(value, count)``, those are ``average(gradients, weight=count)``.
+        So a loss may be a function of means over the global batch, and of this rank's samples. ``step`` and
+        ``backward`` compute its gradient as if one process had the whole batch. ``average`` does, with the weights that
+        the mean was given: ``mean(value, count)`` and ``average(gradients, weight=count)``.
 
         Args:
             value: the mean over this rank's samples: a tensor of any shape, the same on all ranks. If it requires grad
@@ -410,7 +409,8 @@ class Strategy:
         """
         if isinstance(value, Tensor) and value.requires_grad:
             self._step.replicas.check("mean() of a value with a gradient")
-        return self._means.mean(value, count)
+        self._loop.gathers("mean")
+        return weighted_means.mean(self._communicator, value, self._loop.weight(count))
 
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.
