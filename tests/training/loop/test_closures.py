@@ -113,7 +113,7 @@ def trained(strategy: unitrain.Strategy, case: str, clip: float | None = None) -
                 for inputs, targets in batches:
                     losses.append(mse_loss(model(inputs), targets))
                     strategy.backward(losses[-1] * (1 / len(batches)), optimizer, batch=inputs)
-                return strategy.mean(sum(losses) / len(batches))
+                return strategy.mean(torch.stack(losses).mean())
 
             if case == "sam":  # as published: the first gradients are there when the closure is passed
                 inputs, targets = batches[0]
