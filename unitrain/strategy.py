@@ -37,6 +37,7 @@ from unitrain.process import exit_now
 from unitrain.pulse import CLOSING
 from unitrain.training import weighted_means
 from unitrain.training.feature import Feature
+from unitrain.training.loop.closures import Closures
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep
@@ -95,6 +96,7 @@ class Strategy:
         if self._precision.scaler is not None:
             sockets.states.add("scaler", self._precision.scaler)
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
+        self._closures = Closures(sockets, self._step)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
         # In rounds, the ranks have different models until the end of one, and different buffers.
@@ -284,7 +286,10 @@ class Strategy:
         Example:
             >>> strategy.update(optimizer, closure=closure)
         """
-        return self._step.update(optimizer, scheduler, closure)
+        if closure is None:
+            return self._step.update(optimizer, scheduler)
+        with self._closures.passed(optimizer, closure):
+            return self._step.update(optimizer, scheduler)
 
     def average(self, gradients: T, weight: Weight | None = None) -> T:
         """Return the mean of the ranks' gradients, for a script that computes them itself. Collective.

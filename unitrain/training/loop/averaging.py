@@ -139,6 +139,7 @@ class GradientAveraging(Averaging):
         self._copies = CopyCheck(communicator)
         self._progress: dict[ref[Optimizer], _Progress] = {}  # the same number on all ranks
         self.armed: bool = True
+        self._left_to_script = False
         self.expect(not self._accumulates)
 
     def registered(self, optimizer: Optimizer) -> None:
@@ -257,14 +258,20 @@ class GradientAveraging(Averaging):
 
     def leave_to_script(self) -> None:
         """Average no gradients of backwards that are not between ``begin`` and ``end``: the script does. Collective."""
-        self._expect_gradients(set())
-        self.expect(last=False)
+        if not self._left_to_script:
+            self._left_to_script = True
+            self._expect_gradients(set())
+            self.expect(last=False)
 
     def expect(self, last: bool) -> None:
         """Let the next backward communicate if ``last``. Some backends need this before the forward."""
+        last = last and not self._left_to_script
         if last != self.armed:
-            self.armed = last
-            self._backend.arm(last)
+            self._arm(last)
+
+    def _arm(self, last: bool) -> None:
+        self.armed = last
+        self._backend.arm(last)
 
     def begin(self, losses: Losses, windows: list[Window], last: bool) -> None:
         """Check that all ranks are in the same call, and train on other samples."""
@@ -272,7 +279,8 @@ class GradientAveraging(Averaging):
             self._prepare_for(windows)
         for window in windows:
             self._enter(window, windows, last)
-        self.expect(last)  # the core's buckets can still be armed here
+        if last != self.armed:
+            self._arm(last)  # the core's buckets can still be armed here
         self._pulse.phase = WAITING  # a rank whose backward never ends would be reported by it
         if not last:
             return

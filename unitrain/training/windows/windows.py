@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
-from weakref import finalize, ref
+from weakref import WeakSet, finalize, ref
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ class Windows:
 
     Attributes:
         count: number of windows, an attribute since each step asks for it.
+        take: as the argument.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class Windows:
         self._averaged = averaged
         self._moves_gradients = moves_gradients
         self._all_gradients = all_gradients
-        self._complete, self._take = complete, take
+        self._complete = complete
+        self.take: Callable[[Window], None] = take
         self._shares = False  # whether optimizers share parameters
         self._windows: list[Window] = []
         self._of: dict[int, Window] = {}  # by the id of an optimizer that exists
+        self._dropped: WeakSet[Optimizer] = WeakSet()  # by another rank
         self._registered = 0  # ever
         self._groups = 0  # of the optimizer, if it is the only one
         self.count: int = 0
@@ -96,7 +99,8 @@ class Windows:
                 del rival.shared.rivals[window]
                 rival.shared.partners.discard(window)
         for key in [key for key, window in self._of.items() if window in gone]:
-            del self._of[key]  # this rank has it still
+            del self._of[key]
+        self._dropped.update(kept for window in gone if (kept := window.reference()) is not None)  # on this rank
         self._windows = [window for window in self if window not in gone]
         self.count = len(self._windows)
         existing = [optimizer for optimizer in optimizers if optimizer is not None]
@@ -136,12 +140,14 @@ class Windows:
 
     def _take_gradients(self, optimizer: Optimizer) -> Window:
         """Take the gradients that the script has set for an optimizer, and return its window."""
+        if optimizer in self._dropped:
+            raise UsageError("update() was called for an optimizer that another rank has dropped.")
         window = self.register(optimizer)
         gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
         self._follow(window, optimizer)
         for parameter, gradient in gradients:
             parameter.grad = gradient  # that of a parameter which the window did not have before was dropped
-        self._take(window)
+        self.take(window)
         return window
 
     def register(self, optimizer: Optimizer) -> Window:
