@@ -100,9 +100,9 @@ def refuse_assigned(unit: Any, leaves: dict[Tensor, Tensor], names: dict[Tensor,
         names: of the shards.
     """
     places = [
-        (layer._parameters, key, shard, leaves[shard], shard.untyped_storage())
+        (layer, key, shard, leaves[shard], shard.untyped_storage())
         for layer in unit.modules()
-        for key, shard in layer._parameters.items()
+        for key, shard in layer.named_parameters(recurse=False)
         if shard in leaves
     ]
 
@@ -113,8 +113,8 @@ def refuse_assigned(unit: Any, leaves: dict[Tensor, Tensor], names: dict[Tensor,
             if frame is not None and frame.f_code.co_name == "functional_call":
                 refuse(next((name for name, _ in module.named_parameters()), "the model"))
             frame = frame and frame.f_back
-        for held, key, shard, leaf, storage in places:
-            present = held.get(key)
+        for layer, key, shard, leaf, storage in places:
+            present = getattr(layer, key, None)
             # An assignment to the data of a DTensor gives it another storage, and leaves its local tensor as it is.
             if (present is not shard and present is not leaf) or shard.untyped_storage() is not storage:
                 refuse(names[shard])
