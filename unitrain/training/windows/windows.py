@@ -100,7 +100,7 @@ class Windows:
                 rival.shared.partners.discard(window)
         for key in [key for key, window in self._of.items() if window in gone]:
             del self._of[key]
-        self._dropped.update(kept for window in gone if (kept := window.reference()) is not None)  # on this rank
+        self._dropped.update(filter(None, (window.reference() for window in gone)))  # those that this rank has still
         self._windows = [window for window in self if window not in gone]
         self.count = len(self._windows)
         existing = [optimizer for optimizer in optimizers if optimizer is not None]
