@@ -1,4 +1,4 @@
-"""Weighted means over the ranks of what a script computes itself: gradients, and values with a gradient.
+"""Weighted means over the ranks, for a script that computes gradients itself, or needs values with a gradient.
 
 Each call begins with a small exchange: the ranks compare what they give, and learn each other's weights, so that what
 is wrong on one rank is an error on all. Then there is one all-reduce.
@@ -125,6 +125,6 @@ def _means(ranks: Communicator, tensors: dict[str, Any], weights: list[float]) -
     flat = torch.cat([torch.zeros(0, dtype=dtype, device=ranks.device), *parts])
     share = weights[ranks.rank] / sum(weights)
     # Without samples, there may be NaN.
-    split = torch.split(ranks.all_reduce(flat * share if share else torch.zeros_like(flat)), [*map(len, parts)])
+    split = torch.split(ranks.all_reduce(flat.mul_(share) if share else flat.zero_()), [*map(len, parts)])
     means = zip(present.items(), split, strict=True)
     return tensors | {name: torch.empty_like(like).copy_(part.view(like.shape)) for (name, like), part in means}
