@@ -37,6 +37,7 @@ from unitrain.process import exit_now
 from unitrain.pulse import CLOSING
 from unitrain.training import weighted_means
 from unitrain.training.feature import Feature
+from unitrain.training.loop.closures import Closures
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep
@@ -96,6 +97,7 @@ class Strategy:
         if self._precision.scaler is not None:
             sockets.states.add("scaler", self._precision.scaler)
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
+        self._closures = Closures(sockets, self._step)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
         # In rounds, the ranks have different models until the end of one, and different buffers.
@@ -264,9 +266,33 @@ class Strategy:
         self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=given)
         self._step.remember_gradients()
 
-    def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
-        """Run the second half of ``step``, once per micro-batch and optimizer. Collective."""
-        return self._step.update(optimizer, scheduler)
+    def update(
+        self, optimizer: Optimizer, scheduler: Any = None, *, closure: Callable[[], Any] | None = None
+    ) -> StepResult:
+        """Run the second half of ``step``, once per micro-batch and optimizer. Collective.
+
+        Without a ``backward`` before it, it takes the gradients that the script has set as ``grad``, the same on all
+        ranks: they are checked, clipped and stepped with, but not averaged.
+
+        Args:
+            optimizer: the optimizer.
+            scheduler: as in ``step``.
+            closure: for optimizers that evaluate the loss several times in a step, such as LBFGS. A function without
+                arguments that computes the loss, calls ``backward`` (or sets averaged gradients) and returns the mean
+                loss over all ranks. It is passed to ``optimizer.step``.
+
+        Raises:
+            UsageError: there are no gradients, or the settings need those of ``backward``.
+            CommunicationError: the gradients that the script has set differ between the ranks.
+            NonFiniteError: a gradient is not finite in a later evaluation of the closure; or as in ``step``.
+
+        Example:
+            >>> strategy.update(optimizer, closure=closure)
+        """
+        if closure is None:
+            return self._step.update(optimizer, scheduler)
+        with self._closures.passed(optimizer, closure):
+            return self._step.update(optimizer, scheduler)
 
     def average(self, gradients: T, weight: Weight | None = None) -> T:
         """Return the mean of the ranks' gradients, for a script that computes them itself. Collective.

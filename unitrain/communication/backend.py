@@ -200,6 +200,8 @@ class Backend(ABC):
     def expect_gradients(self, parameters: Set[Parameter]) -> bool:
         """Prepare for a backward that gives gradients to these parameters at most, the same on all ranks.
 
+        An empty set means that the script sets gradients: its backwards must average only if ``arm`` says so.
+
         Called before the first such backward, after its forward.
 
         Returns:

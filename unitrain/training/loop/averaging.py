@@ -7,7 +7,7 @@ it ``Replicas``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from itertools import count
 from weakref import ref
 
@@ -55,6 +55,9 @@ class Averaging(StepHook):
 
     def expect(self, last: bool) -> None:
         """Prepare for a forward and backward that end a window if ``last``. Some backends must know so early."""
+
+    def leave_to_script(self) -> None:
+        """Average no gradients of backwards that are not between ``begin`` and ``end``: the script does. Collective."""
 
     def begin(self, losses: Losses, windows: list[Window], last: bool) -> None:
         """Prepare for the backward of these losses, which ends the windows if ``last``: then this is collective.
@@ -136,6 +139,7 @@ class GradientAveraging(Averaging):
         self._copies = CopyCheck(communicator)
         self._progress: dict[ref[Optimizer], _Progress] = {}  # the same number on all ranks
         self.armed: bool = True
+        self._left_to_script = False
         self.expect(not self._accumulates)
 
     def registered(self, optimizer: Optimizer) -> None:
@@ -235,11 +239,8 @@ class GradientAveraging(Averaging):
         self._latest = windows
         if tuple(windows) in self._known:
             return
-        if self._backend.expect_gradients({p for window in windows for p in window.trained}):
-            for group in dict.fromkeys(self._finishers.values()):
-                self._watch([p for p, finish in self._finishers.items() if finish is group])
-            self._follow()
-            self._latest = windows
+        self._expect_gradients({p for window in windows for p in window.trained})
+        self._latest = windows
         self._known.add(tuple(windows))
         finishers = {finish for window in windows for finish in self._progress[window.reference].finishers}
         if not self._backend.matches_by_name:
@@ -248,11 +249,29 @@ class GradientAveraging(Averaging):
             for finish in finishers & self._reducers.keys():
                 self._reducers[finish].overlap &= alone
 
+    def _expect_gradients(self, parameters: Set[Parameter]) -> None:
+        """Have the core's buckets average from now on if the backend can't average those of these parameters alone."""
+        if self._backend.expect_gradients(parameters):
+            for group in dict.fromkeys(self._finishers.values()):
+                self._watch([p for p, finish in self._finishers.items() if finish is group])
+            self._follow()
+
+    def leave_to_script(self) -> None:
+        """Average no gradients of backwards that are not between ``begin`` and ``end``: the script does. Collective."""
+        if not self._left_to_script:
+            self._left_to_script = True
+            self._expect_gradients(set())
+            self.expect(last=False)
+
     def expect(self, last: bool) -> None:
         """Let the next backward communicate if ``last``. Some backends need this before the forward."""
+        last = last and not self._left_to_script
         if last != self.armed:
-            self.armed = last
-            self._backend.arm(last)
+            self._arm(last)
+
+    def _arm(self, last: bool) -> None:
+        self.armed = last
+        self._backend.arm(last)
 
     def begin(self, losses: Losses, windows: list[Window], last: bool) -> None:
         """Check that all ranks are in the same call, and train on other samples."""
@@ -260,7 +279,8 @@ class GradientAveraging(Averaging):
             self._prepare_for(windows)
         for window in windows:
             self._enter(window, windows, last)
-        self.expect(last)  # the core's buckets can still be armed here
+        if last != self.armed:
+            self._arm(last)  # the core's buckets can still be armed here
         self._pulse.phase = WAITING  # a rank whose backward never ends would be reported by it
         if not last:
             return

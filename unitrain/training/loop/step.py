@@ -19,6 +19,7 @@ from unitrain.training.loop.backward import Backward
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import ScriptChecks
 from unitrain.training.loop.judge import Judge, NonFinitePolicy
+from unitrain.training.loop.script_gradients import ScriptGradients
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.supported import check_scheduler
 from unitrain.training.windows.weights import GivenWeights, Losses, LossScale, ScriptLosses, Weights
@@ -66,9 +67,7 @@ class TrainingStep:
         self, sockets: Sockets, scaler: torch.amp.GradScaler | None, pass_boundary: Callable[[], None]
     ) -> None:
         ranks, backend, config = sockets.communicator, sockets.backend, sockets.config
-        self._pulse = ranks.collectives.pulse
-        self._accumulate = config.accumulate
-        self._pass_boundary = pass_boundary
+        self._pulse, self._accumulate, self._pass_boundary = ranks.collectives.pulse, config.accumulate, pass_boundary
         self.window_end_actions: list[Callable[[], None]] = []
         self.hooks: Hooks = sockets.hooks
         self.batches: OpenBatches = sockets.batches
@@ -93,6 +92,7 @@ class TrainingStep:
             moves_gradients=self.averaging.unit > 1,
             all_gradients=config.debug,
             complete=self.averaging.complete,
+            take=ScriptGradients(sockets).take,
         )
         for hook in filter(None, (self.averaging, self._guard, self.checks.direct, self.checks)):
             self.hooks.add_hook(hook)

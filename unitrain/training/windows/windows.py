@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from operator import is_
-from weakref import finalize, ref
+from weakref import WeakSet, finalize, ref
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ class Windows:
         count: number of windows, an attribute since each step asks for it.
         outer: within a trial, the windows that there were before it.
         ended: windows of trials that have ended, to be forgotten.
+        take: as the argument.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Windows:
         moves_gradients: bool,
         all_gradients: bool,
         complete: Callable[[Window], None],
+        take: Callable[[Window], None],
     ) -> None:
         """Make no window yet.
 
@@ -57,6 +59,7 @@ class Windows:
             moves_gradients: whether the backend may move gradients of one optimizer in a backward for another.
             all_gradients: keep all gradients as evidence (``debug``).
             complete: waits until the gradients of a window are averaged, if they are being so.
+            take: ends a window with gradients that the script has set, without a backward.
         """
         self._communicator = communicator
         self._backend, self._prepared, self._hooks = backend, prepared, hooks
@@ -65,9 +68,11 @@ class Windows:
         self._moves_gradients = moves_gradients
         self._all_gradients = all_gradients
         self._complete = complete
+        self.take: Callable[[Window], None] = take
         self._shares = False  # whether optimizers share parameters
         self._windows: list[Window] = []
         self._of: dict[int, Window] = {}  # by the id of an optimizer that exists
+        self._dropped: WeakSet[Optimizer] = WeakSet()  # by another rank
         self._registered = 0  # ever
         self._groups = 0  # of the optimizer, if it is the only one
         self.count: int = 0
@@ -103,7 +108,8 @@ class Windows:
                 del rival.shared.rivals[window]
                 rival.shared.partners.discard(window)
         for key in [key for key, window in self._of.items() if window in gone]:
-            del self._of[key]  # this rank has it still
+            del self._of[key]
+        self._dropped.update(filter(None, (window.reference() for window in gone)))  # those that this rank has still
         self._windows = [window for window in self if window not in gone]
         self.count, self._groups = len(self._windows), 0
         existing = [optimizer for optimizer in optimizers if optimizer is not None]
@@ -127,20 +133,30 @@ class Windows:
         return any(window.is_open for window in self._windows if window not in self.ended)
 
     def advance(self, optimizer: Optimizer) -> Window:
-        """Complete a micro-batch of an optimizer that had a backward, and return its window. Collective if that ends.
+        """Complete a micro-batch of an optimizer, and return its window. Collective if that ends.
 
         Raises:
-            UsageError: it had none, or the script has changed gradients since.
+            UsageError: it had no backward and has no gradients, or the script has changed them since.
         """
         window = self._of.get(id(optimizer))
         if window is None or window.last is None:
-            raise UsageError(
-                "update() was called without a backward() before it, or another rank has dropped this optimizer."
-            )
+            window = self._take_gradients(optimizer)
         if window.last and window.witness is not None:
             self._check_gradients(window)
         if window.advance() and window.shared.rivals:
             self._separate_for_update(window)
+        return window
+
+    def _take_gradients(self, optimizer: Optimizer) -> Window:
+        """Take the gradients that the script has set for an optimizer, and return its window."""
+        if optimizer in self._dropped:
+            raise UsageError("update() was called for an optimizer that another rank has dropped.")
+        window = self.register(optimizer)
+        gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+        self._follow(window, optimizer)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient  # that of a parameter which the window did not have before was dropped
+        self.take(window)
         return window
 
     def register(self, optimizer: Optimizer) -> Window:
@@ -152,7 +168,9 @@ class Windows:
         window = self._of.get(id(optimizer))
         if window is None:
             if not isinstance(optimizer, Optimizer):
-                raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
+                raise UsageError(
+                    f"step(), backward() and update() take torch optimizers, not {type(optimizer).__name__}."
+                )
             for registered in self._hooks.registered:
                 registered(optimizer)
             name = f"optimizer {self._registered}"
@@ -228,7 +246,7 @@ class Windows:
                     f"{window.name} would move the weights after micro-batch {rival.micro_batches} of {rival.name}'s "
                     "accumulation window, which is to have the gradients of all its micro-batches at the same weights: "
                     "call step() with all micro-batches of a window for one of them, then with all for the other, and "
-                    "pass the batch to each, as in sharpness-aware minimisation on the page on methods of training."
+                    "pass the batch to each. For sharpness-aware minimisation, pass a closure to update()."
                 )
         self._separate([window])
 
