@@ -7,19 +7,17 @@ from typing import Any
 
 import torch
 from moco import follow
-from tiny import BATCH, data, net, sgd, step, whole_batches
+from tiny import BATCH, data, net, sgd
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-
-from unitrain import Strategy
 
 EPOCHS = 3
 
 
 def network() -> nn.Sequential:
     model = net(6, 4, 5)
-    model[2] = weight_norm(model[2])
-    model[2].parametrizations.weight.original0.requires_grad_(False)
+    weight_norm(model[2])
+    model[2].get_parameter("parametrizations.weight.original0").requires_grad_(False)
     return model
 
 
@@ -30,28 +28,16 @@ def distance(student: list[Tensor], teacher: list[Tensor], centre: Tensor) -> Te
     return torch.stack([-(targets[t] * logs[s]).sum(1).mean() for t, s in pairs]).mean()
 
 
-def train(strategy: Strategy) -> list[Any]:
+def train(strategy: Any) -> list[Any]:
     loader = strategy.dataloader(data(6, 6, 6), global_batch_size=BATCH)
     student, teacher, centre = network(), network().requires_grad_(False), torch.zeros(5)
     student, teacher, optimizer = strategy.prepare(student, teacher, sgd(student))
     for epoch in loader.epochs(EPOCHS):
-        strategy.unwrap(student)[2].parametrizations.weight.original1.requires_grad_(epoch > 0)
+        direction = strategy.unwrap(student)[2].parametrizations.weight.original1
+        direction.requires_grad_(epoch > 0)
         for *views, _ in loader:
             outputs = [teacher(view) for view in views[:2]]
             strategy.step(distance([student(view) for view in views], outputs, centre), optimizer)
             follow(teacher, student)
             centre = 0.9 * centre + 0.1 * torch.cat(strategy.gather(outputs)).mean(0)
-    return [student, teacher, centre]
-
-
-def plain() -> list[Any]:
-    student, teacher, centre = network(), network().requires_grad_(False), torch.zeros(5)
-    optimizer = sgd(student)
-    for epoch in range(EPOCHS):
-        student[2].parametrizations.weight.original1.requires_grad_(epoch > 0)
-        for *views, _ in whole_batches(data(6, 6, 6)):
-            outputs = [teacher(view) for view in views[:2]]
-            step(distance([student(view) for view in views], outputs, centre), optimizer)
-            follow(teacher, student)
-            centre = 0.9 * centre + 0.1 * torch.cat(outputs).mean(0)
     return [student, teacher, centre]

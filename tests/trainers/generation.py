@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from tiny import BATCH, ROWS, cross_entropy, sgd, step, whole_batches
+from tiny import BATCH, ROWS, sgd
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import TensorDataset
-
-from unitrain import Strategy
 
 END, PADDING, LENGTH, EPOCHS, PATIENCE = 0, -100, 5, 40, 2
 
@@ -33,16 +29,16 @@ def loss_of(model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
     return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), following.flatten(), ignore_index=PADDING)
 
 
-def generate(model: nn.Module, tokens: Tensor, any_rank: Callable[[Tensor], Tensor]) -> Tensor:
+def generate(model: nn.Module, tokens: Tensor, strategy: Any) -> Tensor:
     running = torch.ones(len(tokens), dtype=torch.bool)
-    while any_rank(running.any()) and tokens.shape[1] < LENGTH:
+    while strategy.all_reduce(running.any(), "max") and tokens.shape[1] < LENGTH:
         following = model(tokens)[:, -1].argmax(1).where(running, END)
         tokens = torch.cat([tokens, following[:, None]], 1)
         running &= following != END
     return pad(tokens, (0, LENGTH - tokens.shape[1]), value=END)
 
 
-def train(strategy: Strategy) -> list[Any]:
+def train(strategy: Any) -> list[Any]:
     loader = strategy.dataloader(texts(), global_batch_size=BATCH)
     prompts = strategy.dataloader(texts(), global_batch_size=BATCH)
     model = language_model()
@@ -59,28 +55,11 @@ def train(strategy: Strategy) -> list[Any]:
         with strategy.evaluation(model):
             parts = []
             for tokens, _ in prompts:
-                written = generate(model, tokens[:, :1], lambda running: strategy.all_reduce(running, "max"))
+                written = generate(model, tokens[:, :1], strategy)
                 parts.append(strategy.gather((written == tokens).all(1), in_order=prompts))
         accuracy = float(torch.cat(parts).double().mean())
         improved = accuracy > best["accuracy"]
         best.update(accuracy=max(accuracy, best["accuracy"]), epochs_since=0 if improved else best["epochs_since"] + 1)
         checkpoint.save(best=improved)
-    steps = strategy.global_step
     checkpoint.resume("best")
-    return [model, steps, best["accuracy"]]
-
-
-def plain() -> list[Any]:
-    model, steps, best, since = language_model(), 0, (0.0, {}), 0
-    optimizer, (prompts, _) = sgd(model, lr=1.0), texts().tensors
-    while since < PATIENCE:
-        for tokens, following in whole_batches(texts()):
-            step(loss_of(model, tokens, following), optimizer)
-            steps += 1
-        with torch.no_grad():
-            accuracy = float((generate(model, prompts[:, :1], torch.clone) == prompts).all(1).double().mean())
-        since = 0 if accuracy > best[0] else since + 1
-        best = best if since else (accuracy, copy.deepcopy(model.state_dict()))
-    assert steps < EPOCHS * 4
-    model.load_state_dict(best[1])
-    return [model, steps, best[0]]
+    return [model, best["accuracy"]]

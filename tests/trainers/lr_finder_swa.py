@@ -6,12 +6,11 @@ import copy
 from typing import Any
 
 import torch
-from tiny import BATCH, cross_entropy, data, sgd, step, whole_batches
+from tiny import BATCH, data, sgd
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
-
-from unitrain import Strategy
 
 LOWEST, FACTOR, EPOCHS, FIRST_AVERAGED = 1e-3, 2.0, 4, 2
 
@@ -21,13 +20,8 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def steepest(losses: list[float]) -> float:
-    """Return the learning rate after which the loss has fallen most."""
-    falls = torch.tensor(losses).diff()
-    return LOWEST * FACTOR ** int(falls.argmin())
-
-
-def find_lr(strategy: Strategy, model: nn.Module) -> float:
+def find_lr(strategy: Any, model: nn.Module) -> float:
+    """Return the learning rate with which a step has lowered the loss most, in steps with higher and higher ones."""
     loader = strategy.dataloader(data(6, rows=18), global_batch_size=BATCH)
     optimizer = sgd(model, lr=LOWEST)
     scheduler = ExponentialLR(optimizer, FACTOR)
@@ -39,10 +33,10 @@ def find_lr(strategy: Strategy, model: nn.Module) -> float:
             meter.add(mean=loss, count=len(labels))
             strategy.step(loss, optimizer, scheduler)
             losses.append(meter.value())
-    return steepest(losses)
+    return LOWEST * FACTOR ** int(torch.tensor(losses).diff().argmin())
 
 
-def train(strategy: Strategy) -> list[Any]:
+def train(strategy: Any) -> list[Any]:
     model = network()
     lr = find_lr(strategy, copy.deepcopy(model))
     loader = strategy.dataloader(data(6, rows=18), global_batch_size=BATCH)
@@ -55,27 +49,4 @@ def train(strategy: Strategy) -> list[Any]:
             average.update_parameters(strategy.unwrap(model))
             scheduler.step()
     update_bn(loader, average)
-    return [average.module, lr]
-
-
-def plain() -> list[Any]:
-    model = network()
-    trial = copy.deepcopy(model)
-    optimizer, losses = sgd(trial, lr=LOWEST), []
-    scheduler = ExponentialLR(optimizer, FACTOR)
-    for _ in range(2):
-        for inputs, labels in whole_batches(data(6, rows=18)):
-            loss = cross_entropy(trial(inputs), labels)
-            step(loss, optimizer)
-            scheduler.step()
-            losses.append(loss.item())
-    optimizer = sgd(model, lr=(lr := steepest(losses)))
-    average, scheduler = AveragedModel(model), SWALR(optimizer, swa_lr=lr / 2, anneal_epochs=2)
-    for epoch in range(EPOCHS):
-        for inputs, labels in whole_batches(data(6, rows=18)):
-            step(cross_entropy(model(inputs), labels), optimizer)
-        if epoch >= FIRST_AVERAGED:
-            average.update_parameters(model)
-            scheduler.step()
-    update_bn(whole_batches(data(6, rows=18)), average)
     return [average.module, lr]

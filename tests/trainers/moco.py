@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny import BATCH, cross_entropy, data, net, random, sgd, step, whole_batches
+from tiny import BATCH, data, net, random, sgd
 from torch import Tensor, nn
-from torch.nn.functional import normalize
-
-from unitrain import Strategy
+from torch.nn.functional import cross_entropy, normalize
 
 LENGTH, MOMENTUM, TEMPERATURE, EPOCHS = 12, 0.9, 0.2, 2
 
@@ -25,26 +23,15 @@ def contrast(queries: Tensor, keys: Tensor, queue: Tensor) -> Tensor:
     return cross_entropy(logits, torch.zeros(len(queries), dtype=torch.long))
 
 
-def train(strategy: Strategy) -> list[Any]:
+def train(strategy: Any) -> list[Any]:
     loader = strategy.dataloader(data(6, 6), global_batch_size=BATCH)
-    query, key, queue = net(6, 4, 3), net(6, 4, 3).requires_grad_(False), normalize(random(LENGTH, 3))
+    query, key = net(6, 4, 3), net(6, 4, 3).requires_grad_(False)
     query, key, optimizer = strategy.prepare(query, key, sgd(query))
+    queue = normalize(random(LENGTH, 3))
     for _ in loader.epochs(EPOCHS):
         for first, second, _ in loader:
             follow(key, query)
             keys = normalize(key(second))
             strategy.step(contrast(normalize(query(first)), keys, queue), optimizer)
             queue = torch.cat([strategy.gather(keys, in_order=loader), queue])[:LENGTH]
-    return [query, key, queue]
-
-
-def plain() -> list[Any]:
-    query, key, queue = net(6, 4, 3), net(6, 4, 3), normalize(random(LENGTH, 3))
-    optimizer = sgd(query)
-    for _ in range(EPOCHS):
-        for first, second, _ in whole_batches(data(6, 6)):
-            follow(key, query)
-            keys = normalize(key(second)).detach()
-            step(contrast(normalize(query(first)), keys, queue), optimizer)
-            queue = torch.cat([keys, queue])[:LENGTH]
     return [query, key, queue]

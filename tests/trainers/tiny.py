@@ -1,17 +1,17 @@
-"""Data and models that the trainers share: float64, so small that a step takes a millisecond.
+"""What the trainers share: tiny data and models in float64, and ``Plain``, which trains on whole batches.
 
 The global batches end unevenly for two ranks, and the last one leaves rank 1 a stand-in.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
@@ -23,13 +23,9 @@ def random(*shape: int, seed: int = 1) -> Tensor:
 
 
 def data(*widths: int, rows: int = ROWS) -> TensorDataset:
-    """Return random columns of these widths, the first of which decides the label, the last column."""
+    """Return random columns of these widths, and labels that the first column decides."""
     columns = [random(rows, width, seed=width + place) for place, width in enumerate(widths)]
     return TensorDataset(*columns, columns[0][:, :CLASSES].argmax(1))
-
-
-def whole_batches(dataset: TensorDataset, size: int = BATCH) -> Iterator[Any]:
-    return zip(*(column.split(size) for column in dataset.tensors), strict=True)
 
 
 def net(*widths: int, seed: int = 0) -> nn.Sequential:
@@ -43,12 +39,81 @@ def sgd(*modules: nn.Module, lr: float = 0.1) -> SGD:
     return SGD([p for module in modules for p in module.parameters() if p.requires_grad], lr=lr, momentum=0.9)
 
 
-def step(loss: Tensor, optimizer: SGD) -> None:
-    """Make a step of a plain loop."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad()
-    torch.autograd.backward(loss, inputs=[p for p in parameters if p.requires_grad])
-    optimizer.step()
+class Plain:
+    """Stands for a strategy in the loop that a trainer is compared with: plain torch, without a rank."""
+
+    def __init__(self) -> None:
+        self.global_step = 0
+
+    def dataloader(self, dataset: Any, global_batch_size: int, sampler: Any = None) -> Batches:
+        return Batches(dataset, global_batch_size, sampler)
+
+    def prepare(self, *objects: Any) -> Any:
+        return objects if len(objects) > 1 else objects[0]
+
+    def step(self, loss: Any, optimizer: Any, scheduler: Any = None, **_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.zero_grad()
+        loss = torch.stack(loss).sum() if isinstance(loss, list) else loss
+        loss.backward(inputs=[p for p in parameters if p.requires_grad])
+        optimizer.step()
+        self.global_step += 1
+        if scheduler is not None:
+            scheduler.step()
+
+    def gather(self, value: Any, *_: Any, **__: Any) -> Any:
+        return value
+
+    all_reduce = unwrap = full_tensor = gather
+
+    def evaluation(self, _: nn.Module) -> Any:
+        return torch.no_grad()
+
+    def meter(self) -> Any:
+        return Last()
+
+    def checkpoint(self, _: str, **objects: Any) -> Checkpoint:
+        return Checkpoint(self, objects)
 
 
-cross_entropy = functional.cross_entropy
+class Batches:
+    """The whole batches of a loader."""
+
+    def __init__(self, dataset: Any, size: int, sampler: Any) -> None:
+        self.dataset, self.size, self.sampler = dataset, size, sampler
+
+    def epochs(self, number: int) -> Iterator[int]:
+        for epoch in range(number):
+            if self.sampler:
+                self.sampler.set_epoch(epoch)
+            yield epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.tensor(list(self.sampler or range(len(self.dataset))))
+        return (list(self.dataset[rows]) for rows in torch.split(order, self.size))
+
+
+class Last:
+    """A meter of a single batch."""
+
+    def add(self, mean: Tensor, count: int) -> None:
+        self.value = mean.item
+
+
+class Checkpoint:
+    """A checkpoint that keeps the best modules."""
+
+    def __init__(self, plain: Plain, objects: dict[str, Any]) -> None:
+        self.plain, self.step = plain, 0
+        self.modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
+        self.best: dict[str, Any] = {}
+
+    def save(self, best: bool) -> None:
+        if best:
+            self.step = self.plain.global_step
+            self.best = {name: copy.deepcopy(module.state_dict()) for name, module in self.modules.items()}
+
+    def resume(self, which: str = "") -> None:
+        for name, state in self.best.items():
+            self.modules[name].load_state_dict(state)
+            self.plain.global_step = self.step

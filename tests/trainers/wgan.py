@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny import BATCH, data, net, random, sgd, step, whole_batches
-from torch import Tensor, nn
+from tiny import BATCH, data, net, random, sgd
+from torch import Tensor
 from torch.utils.data import TensorDataset
-
-from unitrain import Strategy
 
 CRITIC_STEPS, EPOCHS = 3, 2
 
@@ -20,14 +18,14 @@ def samples() -> TensorDataset:
     return TensorDataset(real, noise, random(len(real), 1).sigmoid())
 
 
-def critic_loss(critic: nn.Module, fake: Tensor, real: Tensor, mixture: Tensor) -> Tensor:
+def critic_loss(critic: Any, fake: Tensor, real: Tensor, mixture: Tensor) -> Any:
     between = (mixture * real + (1 - mixture) * fake).requires_grad_()
     [gradient] = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     penalty = (gradient.norm(dim=1) - 1).square().mean()
     return critic(fake).mean() - critic(real).mean() + 10 * penalty
 
 
-def train(strategy: Strategy) -> list[Any]:
+def train(strategy: Any) -> list[Any]:
     loader = strategy.dataloader(samples(), global_batch_size=BATCH)
     generator, critic = net(2, 5, 4), net(4, 5, 1)
     generator, critic, of_generator, of_critic = strategy.prepare(
@@ -40,16 +38,4 @@ def train(strategy: Strategy) -> list[Any]:
             strategy.step(critic_loss(critic, generator(noise).detach(), real, mixture), of_critic)
             if number % CRITIC_STEPS == 0:
                 strategy.step(-critic(generator(noise)).mean(), of_generator)
-    return [generator, critic]
-
-
-def plain() -> list[Any]:
-    generator, critic = net(2, 5, 4), net(4, 5, 1)
-    of_generator, of_critic, number = sgd(generator, lr=0.01), sgd(critic, lr=0.01), 0
-    for _ in range(EPOCHS):
-        for real, noise, mixture in whole_batches(samples()):
-            number += 1
-            step(critic_loss(critic, generator(noise).detach(), real, mixture), of_critic)
-            if number % CRITIC_STEPS == 0:
-                step(-critic(generator(noise)).mean(), of_generator)
     return [generator, critic]
