@@ -47,7 +47,8 @@ from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
-from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights
+from unitrain.training.weighted_means import WeightedMeans
+from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights, Weight
 
 T = TypeVar("T")
 FeatureType = TypeVar("FeatureType", bound=Feature)
@@ -96,6 +97,7 @@ class Strategy:
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
+        self._means = WeightedMeans(self._communicator, self._loop)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
@@ -263,6 +265,32 @@ class Strategy:
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """Run the second half of ``step``, once per micro-batch and optimizer. Collective."""
         return self._step.update(optimizer, scheduler)
+
+    def average(self, gradients: T, weight: Weight | None = None) -> T:
+        """Return the mean of the ranks' gradients, for a script that computes them itself. Collective.
+
+        It is the gradient of the mean loss over the samples of all ranks if each rank passes the gradient of the mean
+        over its own, as ``torch.autograd.grad`` computes it. Gradients that a script has put together from averaged
+        ones become ``grad`` of the parameters, and ``update`` steps with them.
+
+        Args:
+            gradients: a list, a tuple or a dict of tensors, or a single tensor; the same structure, shapes and dtypes
+                on all ranks. A None counts as zeros, and stays None if it is None on all ranks.
+            weight: weight of this rank's gradients, the number of its tokens, say. Default: the number of samples in
+                the batch that the strategy's loader yielded last; without such a loader all ranks weigh the same. A
+                stand-in has weight 0. Gradients of weight 0 may be NaN.
+
+        Returns:
+            New tensors in the same structure, with the dtypes and devices of this rank's.
+
+        Raises:
+            UsageError: gradients can't be averaged or differ in form, or weights have no mean; on all ranks.
+
+        Example:
+            >>> gradients = strategy.average(torch.autograd.grad(loss, parameters))
+        """
+        self._step.replicas.check("average()")
+        return self._means.average(gradients, weight)
 
     @property
     def global_step(self) -> int:

@@ -72,6 +72,12 @@ class OpenBatches:
         return self._open[0] if self._open else self._trained
 
     @property
+    def in_use(self) -> list[MicroBatch]:
+        """The batches of iterations in progress that the script may be computing something from."""
+        entries = [*self._held.values(), *self._open] or [*filter(None, [self._trained])]
+        return [micro_batch for micro_batch, iteration in entries if not iteration.is_over]
+
+    @property
     def trained(self) -> list[Iteration]:
         """The latest iteration of each loader, if it was trained on."""
         return [iteration for iteration in self._begun if iteration.trained]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -14,6 +15,7 @@ from unitrain.errors import UsageError
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models import batch_norm
 from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.windows.weights import Weight
 from unitrain.training.windows.windows import version_of
 
 
@@ -174,6 +176,22 @@ class TrainingLoop:
                     "they would not take part. Gather after the loop, or use more data or fewer processes."
                 )
             iteration.gathers = True
+
+    def weight(self, given: Weight | None) -> float:
+        """Return the weight of what the script has computed from its batch: this rank's number of samples.
+
+        Args:
+            given: the weight that the script passes; None if it passes none. That of a stand-in is 0 all the same.
+
+        Returns:
+            NaN if several batches are in use, and it matters which one counts.
+        """
+        batches = [i.micro_batch for i in self._evaluations if i.micro_batch is not None] or self._batches.in_use
+        shares = {batch.count / batch.window if given is None else float(batch.count > 0) for batch in batches}
+        if len(shares) > 1 and given != 0:
+            return math.nan
+        count = batches[-1].count if batches else 1
+        return float(count if given is None or not count else given)
 
     def end(self, iteration: Iteration, *, complete: bool) -> None:
         """Record the end of an iteration. If it is not complete, its batches are forgotten: it does not count."""
