@@ -24,20 +24,27 @@ class Pulse:
         step: number of optimizer steps so far.
         boundary: number of boundaries passed so far, at which a run can be stopped.
         trained: number of steps that this process has made, and the position in the data at the end of the last one.
-            Unlike ``step``, neither goes back in a resume.
+            Unlike ``step``, neither goes back in a resume or a trial.
+        trial: name of the trial in progress, with the names of those that it is in: ``outer/inner``; "" outside of one.
         mark: marks the phases in a trace, while one is recorded.
     """
 
-    __slots__ = ("_failed", "boundary", "calls", "mark", "phase", "step", "trained")
+    __slots__ = ("_failed", "boundary", "calls", "mark", "phase", "step", "trained", "trial")
 
     def __init__(self) -> None:
         self.step: int = 0
         self.boundary: int = 0
         self.trained: tuple[int, int] = (0, 0)
+        self.trial: str = ""
         self.phase: str = USER_CODE
         self.calls: int = 0
         self._failed = False
         self.mark: Mark | None = None
+
+    @property
+    def of_trial(self) -> str:
+        """What follows the number of a step in a message: the trial that it is a step of."""
+        return f" of trial {self.trial!r}" if self.trial else ""
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:

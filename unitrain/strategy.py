@@ -47,6 +47,7 @@ from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
+from unitrain.training.trial import Trial, Trials
 from unitrain.training.weighted_means import WeightedMeans
 from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights, Weight
 
@@ -118,6 +119,8 @@ class Strategy:
             wraps=self.world_size == 1 or self._step.averaging.in_step,
         )
         self._checkpoint: Checkpoint | None = None
+        self._trials = Trials(sockets, self._step, self._loop, self._preparation, self._job.compare)
+        self._ended: list[tuple[Trial, Checkpoint | None, Callable[[], None]]] = []  # trials to tidy up after
         atexit.register(self._close_at_exit)
 
     def _add_features(self) -> None:
@@ -572,6 +575,58 @@ class Strategy:
             opened(folder)
         return self._checkpoint
 
+    @contextmanager
+    def trial(self, name: str, seed: int | None = None) -> Iterator[Trial]:
+        """Context manager for a run within the run: a fold of a cross-validation, a point of a sweep. Collective.
+
+        Within it, ``global_step`` counts from 0, and random numbers and the orders of loaders follow from the trial's
+        seed. So it trains the same weights alone and after others. A checkpoint that is opened in it is closed at its
+        end; the one outside can't be used meanwhile. At its end, the features that were added in it are removed, and
+        the modules and optimizers that were prepared in it are forgotten: they can be evaluated, saved and exported,
+        but not trained any more, and are free when the script has dropped them. All else is put back as it was before.
+
+        An error may be caught outside, to go on with another trial: it must then be raised on all ranks.
+
+        Args:
+            name: the name of the trial.
+            seed: its seed. Default: derived from ``strategy.config.seed`` and the name.
+
+        Raises:
+            UsageError: it is begun within a loop over a loader, an accumulation window or an evaluation.
+
+        Example:
+            >>> for lr in (0.01, 0.1):
+            ...     with strategy.trial(f"lr-{lr}"):
+            ...         scores[lr] = train(strategy, lr)
+        """
+        trial = self._trials.begin(name, seed)
+        self._tidy_up()
+        outer, config, forget = self._checkpoint, self.config, self._trials.forgetting()
+        if outer is not None and not outer.closed:
+            outer.wait()
+        try:
+            with self._trials.within(trial):
+                self._checkpoint, self.config = None, self._sockets.config
+                yield trial
+        finally:
+            self._ended.append((trial, self._checkpoint, forget))
+            self._checkpoint, self.config = outer, config
+        self._tidy_up()
+
+    def _tidy_up(self) -> None:
+        """Close the checkpoints of trials that have ended, and forget what was prepared in them. Collective."""
+        while self._ended:
+            trial, checkpoint, forget = self._ended.pop()
+            try:
+                if checkpoint is not None:
+                    with self._trials.outside(trial):
+                        checkpoint.close()
+            finally:
+                del checkpoint  # it has the models
+                forget()
+        if self._job.watch is not None and self._checkpoint is not None:
+            self._job.watch.before_restart(self._checkpoint.folder.release)
+
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the original module of a prepared or compiled one."""
         return self._prepared.unwrap(module)
@@ -596,12 +651,15 @@ class Strategy:
         job = self._job
         if job.ended:
             return
+        if job.pulse.trial and not job.failed:
+            raise UsageError(f"close() was called within trial {job.pulse.trial!r}: leave it first.")
         # At once: after an error below, close() is called again at exit.
         job.ended = True
         try:
             if not job.failed:  # a failing process keeps its watch, to report the error
                 with job.pulse.within(CLOSING):
                     job.meet(FailureHook.exit_code)
+                    self._tidy_up()
                     if self._checkpoint is not None:
                         self._checkpoint.close()
                     self.barrier()
@@ -611,9 +669,9 @@ class Strategy:
             job.stopping.close()
             for close in self._hooks.at_close:
                 close()
-            if self._checkpoint is not None:
-                self._checkpoint.abandon()  # if the run fails
-                self._checkpoint = None  # it has wrapped models, with what they communicate by
+            for checkpoint in filter(None, (*(left for _, left, _ in self._ended), self._checkpoint)):
+                checkpoint.abandon()  # if the run fails
+            self._ended, self._checkpoint = [], None  # they have wrapped models, with what they communicate by
             self._step.close()
             self._communicator.collectives.close(failed=job.failed)
             unmark_rank()

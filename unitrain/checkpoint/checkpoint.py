@@ -86,6 +86,7 @@ class Checkpoint:
         self._epoch_end = EpochEnd(contents, step)
         self._hooks: list[CheckpointHook] = []
         self.closed: bool = False
+        self._trial = ranks.collectives.pulse.trial
         # Now, since at the first save an hour of training could be lost.
         with ranks.collectives.pulse.within("strategy.checkpoint, claiming its folder"):
             ranks.on_main(lambda: self.folder.claim(contents.nbytes))
@@ -131,6 +132,7 @@ class Checkpoint:
                 rank.
             UsageError: ``best`` differs between ranks; on every rank.
         """
+        self._check_trial("save")
         if self._step.within_window:  # the gradients of its first micro-batches are in no state
             self._step.at_window_end(lambda: self._save(best=best))
         else:
@@ -235,6 +237,7 @@ class Checkpoint:
         Raises:
             CheckpointError: no checkpoint is intact, or it does not fit this run; on every rank, with nothing changed.
         """
+        self._check_trial("resume")
         ranks, contents = self._communicator, self.contents
         with ranks.collectives.pulse.within("checkpoint.resume"), self._prepared.training_weights():
             ranks.on_main(self._writer.finish)  # what this run saves in the background may be what it goes back to
@@ -335,6 +338,7 @@ class Checkpoint:
         """Wait for the background writer, and end it. Collective. Further calls do nothing."""
         if self.closed:
             return
+        self._check_trial("close")
         try:
             with self._communicator.collectives.pulse.within("checkpoint.wait"):
                 self._communicator.on_main(self._writer.finish)
@@ -346,6 +350,14 @@ class Checkpoint:
             self._step.hooks.remove_hook(self._epoch_end)
             self._abandon_hooks()
             self._stopping.close()
+
+    def _check_trial(self, call: str) -> None:
+        """Raise UsageError in another trial than the one that this was opened in: steps and objects are others."""
+        if self._communicator.collectives.pulse.trial != self._trial:
+            raise UsageError(
+                f"{call}() was called within a trial for a checkpoint that was opened outside of it, or after the trial "
+                "that it was opened in: open one in the trial, and save the others between trials."
+            )
 
     def abandon(self) -> None:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""

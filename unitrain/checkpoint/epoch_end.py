@@ -18,6 +18,7 @@ class EpochEnd(StepHook):
     """Copies the states that code after the loop over batches may change, at the end of each training iteration."""
 
     place = 90
+    of_checkpoint = True
 
     def __init__(self, contents: Contents, step: TrainingStep) -> None:
         self._contents = contents

@@ -85,6 +85,7 @@ class Loader:
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
         self._given = given
         self._made_at = call_site.current()
+        self._trial = communicator.collectives.pulse.trial
         self.epoch = 0
         self._source: Iterable | MapStyle = make_source(communicator, config, local_world_size, given, plan)
 
@@ -223,6 +224,7 @@ class Loader:
             self._drop(self._iteration)
         # An evaluation in between does not show how the script counts.
         if self._loop.is_training():
+            self._check_trial()
             self._tell_uncounted()
         shares_order = self._source.readers(self._epoch) is None  # with all ranks
         if isinstance(self._source, MapStyle):
@@ -256,6 +258,16 @@ class Loader:
         if sampled and self._communicator.world_size > 1 and self._loop.is_training():
             self._check_same_order()  # not before the epoch, where one rank alone may look at a batch
         self.epoch = self._epoch + 1
+
+    def _check_trial(self) -> None:
+        """Raise UsageError in another trial than the one that this was made in: its epochs would go on from there."""
+        trial = self._communicator.collectives.pulse.trial
+        if trial != self._trial:
+            made, used = (f"in trial {name!r}" if name else "outside of all trials" for name in (self._trial, trial))
+            raise UsageError(
+                f"a loader was made {made}, at {self._made_at}, and is trained on {used}, where its order would depend "
+                "on what was trained before: make a loader in each trial. To evaluate, one loader may serve all trials."
+            )
 
     def _drop(self, iteration: Iteration) -> None:
         """Forget an iteration that was left before any of its batches was trained on: it does not count."""

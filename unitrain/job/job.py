@@ -156,9 +156,18 @@ class Job:
         Args:
             code: as in ``report_exit``.
         """
+        self.report_exit(code)
+        self.compare(CLOSING)
+
+    def compare(self, call: str) -> None:
+        """Wait until every rank has come to a call. The job ends if one makes another. Collective, as ``meet`` is.
+
+        Args:
+            call: the call, and its arguments as far as they must be the same on all ranks.
+        """
         if self.watch is not None:
-            self.report_exit(code)
-            self.watch.compare_calls(CLOSING, call_site.current())
+            with self.pulse.within(call):
+                self.watch.compare_calls(call, call_site.current())
 
     def leave(self) -> None:
         """Leave the job. Blocks until every rank has reached its end, or for seconds if rank 0 has gone."""

@@ -28,10 +28,12 @@ class StepHook:
             place in the order in which they were added. Division of an optimizer has 10, buffers 20, gradients 40,
             averages of weights and hooks of scripts 50, copies of the state 90.
         kept_in_checkpoints: what the hook is, such as "an average", if a run's checkpoints should have it as an object.
+        of_checkpoint: whether it belongs to the open checkpoint, and so is not called within a trial.
     """
 
     place: int = 50
     kept_in_checkpoints: str = ""
+    of_checkpoint: bool = False
 
     def registered(self, optimizer: Optimizer) -> None:
         """An optimizer is trained with from now on."""
@@ -116,22 +118,23 @@ class Hooks:
     batches: list[Callable[[Batches], Batches]]
 
     def __init__(self, *hooks: StepHook) -> None:
-        self._set(hooks)
+        self.set(hooks)
 
     def __iter__(self) -> Iterator[StepHook]:
         return iter(self._hooks)
 
     def add_hook(self, hook: StepHook) -> None:
         """Call a hook from now on, at its place."""
-        self._set([*self._hooks, hook])
+        self.set([*self._hooks, hook])
 
     def remove_hook(self, hook: StepHook) -> None:
         """Call a hook no more."""
         # By identity, since hooks of scripts may define equality.
-        self._set([known for known in self._hooks if known is not hook])
+        self.set([known for known in self._hooks if known is not hook])
 
-    def _set(self, hooks: Sequence[StepHook]) -> None:
-        """Set the hooks, in new lists: a hook may remove itself while a list is gone through."""
+    def set(self, hooks: Sequence[StepHook]) -> None:
+        """Call these hooks from now on, and no others."""
+        # In new lists: a hook may remove itself while a list is gone through.
         self._hooks = sorted(hooks, key=lambda hook: hook.place)  # stable: those of one place keep their order
         for moment in Hooks.__annotations__:
             # Compared by class: a method that no subclass overrides does nothing, and is not worth a call.

@@ -78,11 +78,12 @@ class States:
 
     Attributes:
         waiting: states that were loaded, and whose objects were not added yet.
+        objects: the objects by name.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[str, dict[str, Any]] = {}
-        self._objects: dict[str, Stateful] = {}
+        self.objects: dict[str, Stateful] = {}
 
     def add(self, name: str, stateful: Stateful) -> None:
         """Save and load the state of an object from now on. If a state of its name waits for it, load that now.
@@ -94,9 +95,9 @@ class States:
         Raises:
             UsageError: there is another object of this name.
         """
-        if name in self._objects:
+        if name in self.objects:
             raise UsageError(f"there is a feature {name!r} already: give each a name of its own.")
-        self._objects[name] = stateful
+        self.objects[name] = stateful
         # A script may resume before it adds the object.
         if name in self.waiting:
             stateful.load_state_dict(self.waiting.pop(name))
@@ -104,11 +105,11 @@ class States:
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return the states by name, and the loaded states that no object has taken yet: the next run may take them."""
         # The next run may add the objects that this one does not have.
-        return {**self.waiting, **{name: stateful.state_dict() for name, stateful in self._objects.items()}}
+        return {**self.waiting, **{name: stateful.state_dict() for name, stateful in self.objects.items()}}
 
     def load(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Load states. Those of objects that are added later wait for them."""
-        self.waiting = {name: state for name, state in states.items() if name not in self._objects}
-        for name, stateful in self._objects.items():
+        self.waiting = {name: state for name, state in states.items() if name not in self.objects}
+        for name, stateful in self.objects.items():
             if name in states:
                 stateful.load_state_dict(states[name])

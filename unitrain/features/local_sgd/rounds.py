@@ -11,7 +11,7 @@ Low-Communication Training of Language Models" (arXiv 2311.08105).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,14 @@ class LocalSGD(Feature, Replicas):
         sockets.averaging = Averaging(unit=communicator.world_size)
         sockets.replicas = self
         sockets.parts.append(partial(LocalStates.of, communicator, self))
+
+    def keep(self, optimizers: Sequence[Optimizer], parameters: Collection[Parameter]) -> None:
+        """Begin anew with another optimizer, if the run has forgotten the one that has trained."""
+        if all(optimizer is not self._optimizer for optimizer in optimizers):
+            self.steps, self.failed, self._first_failure, self._optimizer = 0, False, None, None
+            self._outer.state.clear()
+            self._parameters = self._weights = self._shared = self._outer.param_groups[0]["params"] = []
+            self._reducer, self._shared_of = None, {}
 
     @property
     def is_open(self) -> bool:

@@ -68,6 +68,7 @@ class MemoryCopies(StepHook, CheckpointHook):
 
     name = "memory_copies"
     place = 90
+    of_checkpoint = True
 
     def __init__(self, checkpoint: Checkpoint, sockets: Sockets, key: bytes | None) -> None:
         self._checkpoint = checkpoint

@@ -60,7 +60,7 @@ class _Rank:
     def values(self, now: float) -> tuple[float | None, ...]:
         """Return the values of ``_OF_RANKS``."""
         (first, began), (last, ended) = self.steps[0], self.steps[-1]
-        step_s = (ended - began) / (last - first) if last != first else None
+        step_s = (ended - began) / (last - first) if last > first else None
         return self.beat.step, step_s, self.waits, now - self.heard_at, self.beat.memory
 
 

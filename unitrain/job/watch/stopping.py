@@ -65,6 +65,7 @@ class Stopping:
 
     Attributes:
         checkpoint: the open checkpoint; None if there is none.
+        outer: within a trial, the checkpoint that is open outside of it: signals are received until that is closed.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Stopping:
         self._send = send
         self._is_main = is_main
         self.checkpoint: Saves | None = None
+        self.outer: Saves | None = None
         self._signals: StopSignals | None = None
         self._lock = threading.Lock()
         self._actions: dict[str, Callable[[int], None]] = {
@@ -102,12 +104,12 @@ class Stopping:
     def listen(self, checkpoint: Saves) -> None:
         """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1."""
         self.checkpoint = checkpoint
-        self._signals = StopSignals(lambda number: self.request(SIGNAL, number))
+        self._signals = self._signals or StopSignals(lambda number: self.request(SIGNAL, number))
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
         self.checkpoint = None
-        if self._signals is not None:
+        if self._signals is not None and self.outer is None:
             self._signals.close()
             self._signals = None
 
@@ -168,7 +170,9 @@ class Stopping:
             # preempts.
             requeues = number == signal.SIGUSR1 or (number == signal.SIGTERM and _is_preempted())
             requeued = _requeue() if requeues and resubmit is None else ""
-            print_stdout(f"unitrain: stopped by {number.name} after step {self._pulse.step}{where}.{requeued}")
+            print_stdout(
+                f"unitrain: stopped by {number.name} after step {self._pulse.step}{self._pulse.of_trial}{where}.{requeued}"
+            )
         # submitit's handler requeues the job itself, so UniTrain must not do it as well.
         if resubmit is not None:
             try:

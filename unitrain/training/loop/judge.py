@@ -170,7 +170,8 @@ class Judge:
         elif any(verdict.not_finite(window) for verdict in self.verdicts):
             return
         elif not self.scale.handles_overflows:  # else a smaller scale may suffice: the step is skipped, as torch does
-            self.nonfinite.handle(window, f"at step {number}", averaged=self.averaged)
+            when = f"at step {number}{self.nonfinite.communicator.collectives.pulse.of_trial}"
+            self.nonfinite.handle(window, when, averaged=self.averaged)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -59,6 +59,7 @@ class TrainingStep:
         windows: the accumulation window of each optimizer.
         checks: look at the script's calls.
         scale: of losses, under fp16.
+        window_end_actions: what ``at_window_end`` was passed, and has not been called yet.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class TrainingStep:
         self._pulse = ranks.collectives.pulse
         self._accumulate = config.accumulate
         self._pass_boundary = pass_boundary
-        self._at_window_end: list[Callable[[], None]] = []
+        self.window_end_actions: list[Callable[[], None]] = []
         self.hooks: Hooks = sockets.hooks
         self.batches: OpenBatches = sockets.batches
         self.averaging: Averaging = sockets.averaging
@@ -251,8 +252,8 @@ class TrainingStep:
         """If the ranks have one model, run the actions that wait for the end of all windows, and pass the boundary."""
         if self.replicas.differ and not self.replicas.end_step():
             return
-        if self._at_window_end and not self.windows.any_open:
-            actions, self._at_window_end = self._at_window_end, []
+        if self.window_end_actions and not self.windows.any_open:
+            actions, self.window_end_actions = self.window_end_actions, []
             for action in actions:
                 action()
         # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
@@ -283,7 +284,7 @@ class TrainingStep:
         Args:
             action: called by the main thread, before the boundary is passed. It may be collective.
         """
-        self._at_window_end.append(action)
+        self.window_end_actions.append(action)
 
     def expect_next(self, window: Window | None = None) -> None:
         """Prepare for a forward and backward that end a window, or don't, as far as that is known.

@@ -36,14 +36,15 @@ class PreparedModules:
         shares: each rank's share of the samples, in lowest terms.
 
     Attributes:
-        count: number of modules that were prepared, the same on all ranks.
+        count: number of modules that were prepared, the same on all ranks; within a trial, those of the trial.
+        layers: of all modules, each after the module that it is in.
     """
 
     def __init__(self, shares: tuple[int, ...]) -> None:
         self.count: int = 0
         # The original by the module that prepare has returned.
         self._originals: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
-        self._layers: list[ref[nn.Module]] = []  # of all modules, each after the module that it is in
+        self.layers: list[ref[nn.Module]] = []
         self._names: dict[Parameter, str] = {}
         self.shares: tuple[int, ...] = shares  # how the samples are shared among the processes
         self._replaced: dict[Parameter, Parameter] = {}  # the new parameter by the old one
@@ -69,7 +70,7 @@ class PreparedModules:
         """
         self.count += 1
         self._originals[wrapped] = ref(module)
-        self._layers += map(ref, wrapped.modules())
+        self.layers += map(ref, wrapped.modules())
         # Without the prefix of a compiled module: messages and checkpoints use the names of the original.
         for name, parameter in self.unwrap(module).named_parameters():
             self._names[parameter] = name
@@ -81,12 +82,12 @@ class PreparedModules:
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Yield each module in the form that ``prepare`` has returned, in the order of preparation."""
-        return iter(_outermost(layer() for layer in self._layers))
+        return iter(_outermost(layer() for layer in self.layers))
 
     def on_all_ranks(self, communicator: Communicator) -> list[nn.Module]:
         """Return the modules that no rank has freed, and forget the others. Collective."""
-        layers = present(communicator, self._layers)
-        self._layers = [known for known, layer in zip(self._layers, layers, strict=True) if layer is not None]
+        layers = present(communicator, self.layers)
+        self.layers = [known for known, layer in zip(self.layers, layers, strict=True) if layer is not None]
         return _outermost(layers)
 
     def keep(self, parameters: Collection[Parameter]) -> None:
@@ -169,9 +170,9 @@ class PreparedModules:
         if missing:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
             raise UsageError(
-                f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), so "
-                "each rank would train its own copy of them. Pass the module to prepare(), before or with the "
-                "optimizer."
+                f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), or to "
+                "that of a trial that has ended, so each rank would train its own copy of them. Pass the module to "
+                "prepare(), before or with the optimizer, and make a new one for each trial."
             )
 
     def check_modules(self) -> None:

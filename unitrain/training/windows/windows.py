@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import is_
 from weakref import finalize, ref
 
@@ -27,6 +27,7 @@ class Windows:
 
     Attributes:
         count: number of windows, an attribute since each step asks for it.
+        outer: within a trial, the windows that there were before it.
     """
 
     def __init__(
@@ -68,22 +69,27 @@ class Windows:
         self._registered = 0  # ever
         self._groups = 0  # of the optimizer, if it is the only one
         self.count: int = 0
+        self.outer: list[Window] = []
 
     def __iter__(self) -> Iterator[Window]:
         return iter(self._windows)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers that exist on this rank. Others free one that the script has dropped sooner, or later."""
-        return [optimizer for window in self if (optimizer := window.reference()) is not None]
+        """The optimizers that exist on this rank, of the trial if one is in progress. Ranks free dropped ones apart."""
+        windows = [window for window in self if window not in self.outer]
+        return [optimizer for window in windows if (optimizer := window.reference()) is not None]
 
-    def on_all_ranks(self, *, modules_too: bool = False) -> list[Optimizer]:
+    def on_all_ranks(self, *, modules_too: bool = False, only: Collection[Window] | None = None) -> list[Optimizer]:
         """Return the optimizers that no rank has freed, and forget all others, and their parameters. Collective.
 
         Args:
             modules_too: forget dropped modules even if no optimizer is gone.
+            only: forget the optimizers of other windows, though they exist.
         """
         optimizers = present(self._communicator, [window.reference for window in self])
+        if only is not None:
+            optimizers = [known if window in only else None for window, known in zip(self, optimizers, strict=True)]
         gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
         for window in gone:
             if window.is_open:  # it was dropped after a backward: another one may train its parameters next
@@ -96,7 +102,7 @@ class Windows:
         for key in [key for key, window in self._of.items() if window in gone]:
             del self._of[key]  # this rank has it still
         self._windows = [window for window in self if window not in gone]
-        self.count = len(self._windows)
+        self.count, self._groups = len(self._windows), 0
         existing = [optimizer for optimizer in optimizers if optimizer is not None]
         if gone or modules_too:  # not at the end of most epochs
             kept = {p for module in self._prepared.on_all_ranks(self._communicator) for p in module.parameters()}
@@ -107,10 +113,14 @@ class Windows:
                 keep(existing, kept)
         return existing
 
-    def forget_dropped(self) -> None:
-        """Forget the modules and optimizers that the script has dropped, and their parameters. Collective."""
+    def forget_dropped(self, only: Collection[Window] | None = None) -> None:
+        """Forget the modules and optimizers that the script has dropped, and their parameters. Collective.
+
+        Args:
+            only: as of ``on_all_ranks``.
+        """
         gc.collect()  # which torch's wrappers, and optimizers with a scheduler, need to be freed
-        self.on_all_ranks(modules_too=True)
+        self.on_all_ranks(modules_too=True, only=only)
 
     @property
     def any_open(self) -> bool:
