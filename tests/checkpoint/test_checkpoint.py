@@ -166,8 +166,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_loaded(tmp_path
         assert torch.equal(wide.layers.state_dict()["0.weight"], before)
         assert notes == {"a": 2}
         other.close()
-        with pytest.raises(unitrain.CheckpointError, match=r"contains model, notes, but this run has model"):
-            strategy.checkpoint(tmp_path, model=Net()).resume()
+        with pytest.raises(unitrain.CheckpointError, match=r"contains model, notes, but this run has model, more"):
+            strategy.checkpoint(tmp_path, model=Net(), more={}).resume()
 
 
 def unwritable(folder: str, look: bool) -> tuple[str, int]:

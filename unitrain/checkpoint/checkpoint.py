@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from unitrain.checkpoint.sharded.saving import Portion, divided, gathered, share
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
+from unitrain.checkpoint.waiting import WaitingStates
 from unitrain.checkpoint.writer import Writer
 from unitrain.communication.comparison import first_reason
 from unitrain.errors import CheckpointError, UsageError, by_rank
@@ -84,6 +85,7 @@ class Checkpoint:
         self._is_complete = incomplete  # on purpose, or complete, or told
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
         self._epoch_end = EpochEnd(contents, step)
+        self._waiting: WaitingStates | None = None
         self._hooks: list[CheckpointHook] = []
         self.closed: bool = False
         self._trial = ranks.collectives.pulse.trial
@@ -142,7 +144,10 @@ class Checkpoint:
         """Save a checkpoint between two steps, wait until it is written, and return where it is. Collective.
 
         Between two epochs, it has the state before what follows the loop over batches, so that this is done again.
+        While states wait for their objects, nothing has been trained: it is the checkpoint that the run resumed from.
         """
+        if self._waiting is not None:
+            return self._waiting.view.place
         self._save(remembered=self._epoch_end.pending)
         self.wait()
         for hook in self._hooks:
@@ -150,6 +155,8 @@ class Checkpoint:
         return self._communicator.on_main(lambda: self.folder.name(self._step.global_step))
 
     def _save(self, *, best: bool = False, remembered: Mapping[str, Any] | None = None) -> None:
+        if self._waiting is not None:
+            self._waiting.refuse()
         ranks, step = self._communicator, self._step.global_step
         with ranks.collectives.pulse.within("checkpoint.save"), self._prepared.training_weights():
             self.wait()  # raises the error of the previous one
@@ -198,6 +205,7 @@ class Checkpoint:
             self._writer.discard()
             self._unclaimed = None
 
+        self._wait_for(None)
         self._communicator.on_main(remove)
         for hook in self._hooks:
             hook.discarded()
@@ -224,7 +232,7 @@ class Checkpoint:
 
         A damaged checkpoint is reported on stderr, and the previous one is used. The state is compared with the run's
         objects before any of it is applied. Random number generators are restored if the world size is the same, else
-        seeded with seed, step and rank.
+        seeded with seed, step and rank. States of objects that this run does not have yet wait for ``add``.
 
         Args:
             path: path or URL of a checkpoint to resume from (``.../step-0000000120``), or ``"best"`` for the one that
@@ -240,6 +248,7 @@ class Checkpoint:
         self._check_trial("resume")
         ranks, contents = self._communicator, self.contents
         with ranks.collectives.pulse.within("checkpoint.resume"), self._prepared.training_weights():
+            self._wait_for(None)
             ranks.on_main(self._writer.finish)  # what this run saves in the background may be what it goes back to
             candidates = [] if path is not None else [copy for hook in self._hooks for copy in hook.candidates()]
             begins = not self._step.global_step  # in a run that goes back, its schedulers have changed the options
@@ -252,22 +261,112 @@ class Checkpoint:
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             folder, place = ranks.on_main(lambda: self._settle(view, candidates, is_newest=path is None))
-            replaced = contents.replaced_options(view.outlines, new_options=new_options) if begins else []
-            contents.load(view, new_options=new_options)
+            names, waiting = contents.divide(view)
+            outlines = {name: view.outlines[name] for name in names}
+            replaced = contents.replaced_options(outlines, new_options=new_options) if begins else []
+            contents.load(view, names, last=not waiting, new_options=new_options)
             step = self._step.global_step
             self._writer.go_on_from(step)
             for hook in self._hooks:
                 hook.resumed(step, folder)
-            view.close()
+            if waiting:
+                self._wait_for(WaitingStates(view, waiting, force=force, new_options=new_options))
+            else:
+                view.close()
         if view.saved is not None:  # on rank 0
-            print_stderr(f"unitrain: resumed after step {step}, from {view.saved.located}{place}")
-            if replaced:
-                remedy = "set them after resume()" if new_options else "call resume(new_options=True)"
-                print_stderr(
-                    f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
-                    f"the script's values, {remedy}, or start a new run in another folder."
-                )
+            then = f"; checkpoint.add loads {', '.join(sorted(waiting))}" if waiting else ""
+            print_stderr(f"unitrain: resumed after step {step}, from {view.saved.located}{place}{then}")
+            _tell_replaced(replaced, new_options=new_options)
         return True
+
+    def add(self, **objects: Any) -> None:
+        """Save these objects, too, from now on. Collective.
+
+        A name that is in use gets the new object: the model of the next round, say. The object before is then free. If
+        ``resume`` has found a state of this name that no object has taken yet, it is loaded now: so a script can
+        resume first, and then make what depends on its state, such as the loader of the data that it has collected.
+
+        Until all states that ``resume`` has found are taken or removed, a step and ``save`` are errors.
+
+        Args:
+            **objects: as of ``strategy.checkpoint``.
+
+        Raises:
+            UsageError: an object has no state, or the ranks add different names.
+            CheckpointError: while states wait, one of a name that was not saved was added; or a state does not fit its
+                object. On every rank, with nothing changed.
+        """
+        have = self.contents.objects
+        waiting = set() if self._waiting is None else self._waiting.names
+        self._change("add", objects.keys(), {**have, **objects}, objects.keys() - (have.keys() - waiting))
+
+    def remove(self, *names: str) -> None:
+        """Save the objects of these names no more, and drop states of these names that wait for ``add``. Collective.
+
+        So a checkpoint that is saved between two rounds has no model that the next round would begin with.
+
+        Raises:
+            UsageError: the checkpoint has no object, and no state that waits, of a name; or the ranks remove different
+                names.
+        """
+        have = self.contents.objects
+        waiting = set() if self._waiting is None else self._waiting.names
+        unknown = sorted({*names} - have.keys() - waiting)
+        if unknown:
+            raise UsageError(
+                f"checkpoint.remove got {', '.join(unknown)}, but the checkpoint has {', '.join(have) or 'no objects'}."
+            )
+        self._earlier = Earlier(self._step)  # what is finished is not missing
+        self._change("remove", names, {name: value for name, value in have.items() if name not in names}, set())
+
+    def _change(self, call: str, names: Collection[str], objects: Mapping[str, Any], taken: Set[str]) -> None:
+        """Consist of other objects from now on. Collective.
+
+        Args:
+            call: the call of the script.
+            names: its names.
+            objects: all objects.
+            taken: the names of those that states are waiting for.
+        """
+        ranks, contents, waiting = self._communicator, self.contents, self._waiting
+        with ranks.collectives.pulse.within(f"checkpoint.{call}"), self._prepared.training_weights():
+            of_ranks = [", ".join(of_rank) for of_rank in ranks.all_gather_data(sorted(names))]
+            if len(set(of_ranks)) > 1:
+                raise UsageError(f"checkpoint.{call} got {by_rank(enumerate(of_ranks))}: name the same on all ranks.")
+            before = contents.objects
+            contents.replace(objects)
+            left = set() if waiting is None else waiting.names.difference(names)
+            if waiting is not None:
+                why = ""
+                try:
+                    waiting.fit(contents, taken, last=not left)
+                except CheckpointError as error:
+                    why = str(error)
+                if why := first_reason(ranks, why):
+                    contents.replace(before)
+                    raise CheckpointError(why)
+            self._epoch_end.forget()
+            for hook in self._hooks:
+                hook.changed()
+            if waiting is None:
+                return
+            outlines = {name: waiting.view.outlines[name] for name in taken}
+            replaced = contents.replaced_options(outlines, new_options=waiting.new_options)
+            contents.load(waiting.view, taken, last=not left, new_options=waiting.new_options)
+            waiting.names = left
+            if not left:
+                self._wait_for(None)
+            if ranks.is_main:
+                _tell_replaced(replaced, new_options=waiting.new_options)
+
+    def _wait_for(self, waiting: WaitingStates | None) -> None:
+        """Keep states for objects that are added later, in place of those before."""
+        if self._waiting is not None:
+            self._step.hooks.remove_hook(self._waiting)
+            self._waiting.view.close()
+        self._waiting = waiting
+        if waiting is not None:
+            self._step.hooks.add_hook(waiting)
 
     def _open(self, search: Search, *, force: bool, new_options: bool = False) -> CheckpointView | None:
         """Return the first intact checkpoint of a search, if there is one. Collective.
@@ -288,7 +387,8 @@ class Checkpoint:
                 )
             why = ""
             try:
-                contents.fit(view, force=force, new_options=new_options)
+                names, waiting = contents.divide(view)
+                contents.fit(view, names, last=not waiting, force=force, new_options=new_options)
             except CheckpointError as error:
                 why = f"{view.place}: {error}"
             misfit = first_reason(ranks, why)
@@ -348,6 +448,7 @@ class Checkpoint:
             self.closed = True
             self._writer.close(wait=True)
             self._step.hooks.remove_hook(self._epoch_end)
+            self._wait_for(None)
             self._abandon_hooks()
             self._stopping.close()
 
@@ -368,3 +469,13 @@ class Checkpoint:
         hooks, self._hooks = self._hooks, []  # they know this object: a cycle would keep connections open
         for hook in hooks:
             hook.abandon()
+
+
+def _tell_replaced(replaced: Sequence[str], *, new_options: bool) -> None:
+    """Print which options of the script a checkpoint has replaced."""
+    if replaced:
+        remedy = "set them after resume()" if new_options else "call resume(new_options=True)"
+        print_stderr(
+            f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
+            f"the script's values, {remedy}, or start a new run in another folder."
+        )

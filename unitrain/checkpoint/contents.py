@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -125,6 +125,14 @@ class Contents:
         step: TrainingStep,
         restored: Callable[[], None],
     ) -> None:
+        self._ranks = ranks = sockets.communicator
+        self._prepared = sockets.prepared
+        self._parts = sockets.parts
+        self._run = RunPart(ranks, step, sockets.states, dict, {}, sockets.config.seed, restored)
+        self.replace(objects)
+
+    def replace(self, objects: Mapping[str, Any]) -> None:
+        """Consist of these objects from now on. Those before are free."""
         for name, value in objects.items():
             if not isinstance(value, dict) and not callable(getattr(value, "load_state_dict", None)):
                 raise UsageError(
@@ -133,22 +141,20 @@ class Contents:
                 )
             if name in (RUN, "") or name.startswith(FEATURE) or "/" in name or "\0" in name:
                 raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
-        ranks = sockets.communicator
         self.objects: dict[str, Any] = dict(objects)
         self.of_objects: dict[str, ObjectPart] = {
-            name: _part_of(name, value, sockets.prepared, ranks) for name, value in objects.items()
+            name: _part_of(name, value, self._prepared, self._ranks) for name, value in objects.items()
         }
         parts = self.of_objects.items()
         self.modules: dict[str, nn.Module] = {name: part.module for name, part in parts if isinstance(part, ModulePart)}
         self.optimizers: dict[str, OptimizerPart] = {n: part for n, part in parts if isinstance(part, OptimizerPart)}
         self.schedulers: dict[str, SchedulerPart] = {n: part for n, part in parts if isinstance(part, SchedulerPart)}
         originals = {**objects, **self.modules}
-        self._of_features = [part for make in sockets.parts if (part := make(originals)) is not None]
-        classes = {name: part.class_name for name, part in {**self.optimizers, **self.schedulers}.items()}
+        self._of_features = [part for make in self._parts if (part := make(originals)) is not None]
         # Not of self: a cycle would keep the models of a run.
         self.names: Callable[[], dict[str, list[Name] | None]] = partial(_names, self.modules, self.optimizers)
-        self._run = RunPart(ranks, step, sockets.states, self.names, classes, sockets.config.seed, restored)
-        self._is_main = ranks.is_main
+        self._run.names = self.names
+        self._run.classes = {name: part.class_name for name, part in {**self.optimizers, **self.schedulers}.items()}
 
     @property
     def has_loader(self) -> bool:
@@ -201,60 +207,80 @@ class Contents:
             )
         return saved._replace(parts={name: state for name, state in parts.items() if name in (RUN, *wanted)})
 
-    def fit(self, view: CheckpointView, *, force: bool, new_options: bool = False) -> None:
-        """Put optimizers' parameters in the order of this run. Raise CheckpointError unless saved states fit this run.
+    def divide(self, view: CheckpointView) -> tuple[set[str], set[str]]:
+        """Return the names of the states in a checkpoint that this run has objects of, and of those that it has not.
+
+        Raises CheckpointError if the checkpoint lacks the state of an object.
+        """
+        # Another tool has saved modules and optimizers only.
+        expected = self.of_objects if view.manifest.files else {**self.modules, **self.optimizers}
+        saved = {key for key in view.outlines if key != RUN and not key.startswith(FEATURE)}
+        if not expected.keys() <= saved:
+            raise CheckpointError(
+                f"the checkpoint contains {', '.join(sorted(saved))}, but this run has {', '.join(sorted(expected))}: "
+                "pass the same objects to strategy.checkpoint. Nothing was loaded."
+            )
+        return set(expected), saved - expected.keys()
+
+    def fit(
+        self, view: CheckpointView, names: Collection[str], *, last: bool, force: bool, new_options: bool = False
+    ) -> None:
+        """Raise CheckpointError unless saved states fit this run.
 
         States of features that this run does not use are left out, with a warning.
 
         Args:
             view: the checkpoint.
+            names: the objects to compare.
+            last: as of ``load``.
             force: whether to load what can be loaded of states that don't fit.
             new_options: as of ``load``.
         """
         outlines = view.outlines
-        # Another tool has saved modules and optimizers only.
-        expected = self.of_objects if view.manifest.files else {**self.modules, **self.optimizers}
-        saved = {key for key in outlines if key != RUN and not key.startswith(FEATURE)}
-        if set(expected) != saved:
-            raise CheckpointError(
-                f"the checkpoint contains {', '.join(sorted(saved))}, but this run has {', '.join(sorted(expected))}: "
-                "pass the same objects to strategy.checkpoint. Nothing was loaded."
-            )
         for name, was in outlines[RUN].get("classes", {}).items():
+            if name not in names:
+                continue
             part = self.of_objects[name]
             is_scheduler = isinstance(part, SchedulerPart)
             if was != part.class_name and not (new_options if is_scheduler else force):
                 remedy = "use resume(new_options=True), which follows the new schedule" if is_scheduler else NEW_RUN
                 raise another_class(name, was, part.class_name, remedy)
-        for name in expected:
-            # A state that lacks tensors can't be used with options that need them.
-            self.of_objects[name].check(outlines[name], force=force and not new_options)
-        self._order_by_name(view)  # features have states of these parameters, too
+        for name, part in self.of_objects.items():
+            if name in names:
+                # A state that lacks tensors can't be used with options that need them.
+                part.check(outlines[name], force=force and not new_options)
+        self._orders(view, names)
         of_features = {part.key: part for part in self._of_features}
-        for key in (key for key in outlines if key.startswith(FEATURE)):
+        for key in (key for key in outlines if last and key.startswith(FEATURE)):
             if key in of_features:
                 of_features[key].check(outlines[key], force=force)
-            elif self._is_main:
+            elif self._ranks.is_main:
                 _warn_of_unknown(key.removeprefix(FEATURE))
 
-    def _order_by_name(self, view: CheckpointView) -> None:
-        """Put the saved state of each optimizer's parameters in the order that they have now.
+    def _orders(self, view: CheckpointView, names: Collection[str]) -> dict[str, list[int]]:
+        """Return, for each of these optimizers whose parameters have another order now, the numbers that they had.
 
         Raises CheckpointError if a parameter group has other parameters.
         """
-        outlines = view.outlines
+        outlines, orders = view.outlines, {}
         for name, now in self.names().items():
             saved = outlines[RUN]["names"].get(name)
-            if saved is None or now is None or saved == keys_of(None, len(saved)):
+            if name not in names or saved is None or now is None or saved == keys_of(None, len(saved)):
                 continue  # there are only numbers to go by
             named = keys_of(now, len(now)) if isinstance(saved[0], str) else now
             if saved != named:
-                order = numbers_before(name, outlines[name][GROUPS], saved, named)
-                parts: list[StatePart] = [self.of_objects[name], *self._of_features]
-                for states in (outlines,) if view.saved is None else (outlines, view.saved.parts):
-                    states.update(
-                        {part.key: part.in_order(states[part.key], name, order) for part in parts if part.key in states}
-                    )
+                orders[name] = numbers_before(name, outlines[name][GROUPS], saved, named)
+        return orders
+
+    def _order_by_name(self, view: CheckpointView, names: Collection[str]) -> None:
+        """Put the saved state of the parameters of these optimizers in the order that they have now."""
+        for name, order in self._orders(view, names).items():
+            # Features have states of these parameters, too.
+            parts: list[StatePart] = [self.of_objects[name], *self._of_features]
+            for states in (view.outlines,) if view.saved is None else (view.outlines, view.saved.parts):
+                states.update(
+                    {part.key: part.in_order(states[part.key], name, order) for part in parts if part.key in states}
+                )
 
     def replaced_options(self, outlines: Mapping[str, Any], *, new_options: bool) -> list[str]:
         """Return which options of the script the outlines of a checkpoint replace, for a message.
@@ -269,18 +295,21 @@ class Contents:
         saved = [part for part in parts if part.key in outlines]
         return sorted({option for part in saved for option in part.replaced_options(outlines[part.key])})
 
-    def load(self, view: CheckpointView, *, new_options: bool) -> None:
+    def load(self, view: CheckpointView, names: Collection[str], *, last: bool, new_options: bool) -> None:
         """Load the states of a checkpoint. Collective.
 
         Args:
             view: the checkpoint.
+            names: the objects to load, in addition to the state of the run.
+            last: whether no other states will be loaded, so that those of features have all that they belong to.
             new_options: whether to keep the options of optimizers and schedulers as the script has made them.
         """
+        self._order_by_name(view, names)
         # Loaders first: they refuse other data before the model is changed.
         weights = *self.modules, *self.optimizers
-        objects = sorted(self.of_objects.values(), key=lambda part: (part.name in weights, part.name))
-        for part in (*objects, self._run, *self._of_features):
-            if part.key not in view.outlines:  # another tool has no loaders
+        objects = sorted((self.of_objects[name] for name in names), key=lambda part: (part.name in weights, part.name))
+        for part in (*objects, self._run, *(self._of_features if last else ())):
+            if part.key not in view.outlines:
                 continue
             state = view.state(part.key)
             if new_options and isinstance(part, SchedulerPart) and part.follows_steps:
@@ -298,6 +327,7 @@ class Contents:
 
     def load_trained(self, view: CheckpointView) -> None:
         """Load modules and the states of optimizers, but not their options. Collective."""
+        self._order_by_name(view, self.optimizers)
         for name, part in sorted(self.of_objects.items()):
             if isinstance(part, OptimizerPart):
                 part.load_with_options(view.state(name))

@@ -29,6 +29,10 @@ class EpochEnd(StepHook):
         """Copy the small states of the run."""
         self._last = self._step.global_step, self._contents.remember()
 
+    def forget(self) -> None:
+        """Drop the copies: the script has other objects now."""
+        self._last = None
+
     @property
     def pending(self) -> dict[str, Any] | None:
         """The copies, until the script begins the next epoch; else None."""

@@ -127,6 +127,10 @@ class MemoryCopies(StepHook, CheckpointHook):
                 left = now if other and other.run == run else left
         return run, life, None if left == now else left
 
+    def changed(self) -> None:
+        """Go back to no earlier copy: it may have another model."""
+        self._marks = []
+
     def discarded(self) -> None:
         """Let nothing that is in memory come back: a new run begins. Collective."""
         self._kept = ""
