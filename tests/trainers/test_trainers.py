@@ -49,6 +49,9 @@ TRAINERS = (
     Trainer("generation"),
     Trainer("lr_finder_swa", {"sync_batchnorm": True}, fsdp=None),
     Trainer("pinn", fsdp=PENALTY),
+    Trainer("k_fold"),
+    Trainer("active_learning"),
+    Trainer("self_training"),
 )
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 ROWS, BATCH, CLASSES = 16, 5, 3
 
@@ -69,6 +70,12 @@ class Plain:
     def evaluation(self, _: nn.Module) -> Any:
         return torch.no_grad()
 
+    @contextmanager
+    def trial(self, _: str) -> Iterator[None]:
+        outer, self.global_step = self.global_step, 0
+        yield
+        self.global_step = outer
+
     def meter(self) -> Any:
         return Last()
 
@@ -90,7 +97,14 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         order = torch.tensor(list(self.sampler or range(len(self.dataset))))
-        return (list(self.dataset[rows]) for rows in torch.split(order, self.size))
+        return (self.rows(rows) for rows in torch.split(order, self.size))
+
+    def rows(self, indices: Tensor) -> Any:
+        """Return rows of a dataset, or of a Subset, which takes no tensor."""
+        dataset = self.dataset
+        if isinstance(dataset, Subset):
+            dataset, indices = dataset.dataset, torch.tensor(dataset.indices)[indices]
+        return dataset[indices] if isinstance(dataset, Tensor) else list(dataset[indices])
 
 
 class Last:
@@ -112,6 +126,9 @@ class Checkpoint:
         if best:
             self.step = self.plain.global_step
             self.best = {name: copy.deepcopy(module.state_dict()) for name, module in self.modules.items()}
+
+    def round(self) -> Any:
+        return nullcontext()
 
     def resume(self, which: str = "") -> None:
         for name, state in self.best.items():
