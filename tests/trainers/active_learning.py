@@ -18,7 +18,7 @@ def train(strategy: Any) -> list[Any]:
     state = {"round": 0, "labelled": [0, 1, 2]}
     checkpoint = strategy.checkpoint("runs/active", state=state, partial=True)
     checkpoint.resume()
-    for state["round"] in range(state["round"], ROUNDS):
+    while state["round"] < ROUNDS:
         with checkpoint.round():
             loader = strategy.dataloader(Subset(samples, state["labelled"]), global_batch_size=BATCH)
             model = net(6, 5, 3)

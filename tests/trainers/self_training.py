@@ -22,7 +22,7 @@ def train(strategy: Any) -> list[Any]:
     }
     checkpoint = strategy.checkpoint("runs/self", state=state, partial=True)
     checkpoint.resume()
-    for state["round"] in range(state["round"], ROUNDS):
+    while state["round"] < ROUNDS:
         with checkpoint.round():
             known = TensorDataset(inputs[state["chosen"]], state["labels"][state["chosen"]])
             loader = strategy.dataloader(known, global_batch_size=BATCH)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ class Checkpoint:
         self._epoch_end = EpochEnd(contents, step)
         self._waiting: WaitingStates | None = None
         self._hooks: list[CheckpointHook] = []
+        self._deferred: list[bool] = []  # the saves within a round: whether each is the best
         self.closed: bool = False
         self._trial = ranks.collectives.pulse.trial
         # Now, since at the first save an hour of training could be lost.
@@ -123,7 +125,9 @@ class Checkpoint:
         return divided(self._communicator, states, self.contents.modules, self.contents.names())
 
     def save(self, *, best: bool = False) -> None:
-        """Save a checkpoint of the current state, or at the end of the accumulation window if one is open. Collective.
+        """Save a checkpoint of the current state. Collective.
+
+        If an accumulation window or a ``round`` is open, it is saved at the end of that.
 
         Args:
             best: mark it as the best so far. It is kept, beside the newest ``keep``, until another one is marked, and
@@ -135,10 +139,40 @@ class Checkpoint:
             UsageError: ``best`` differs between ranks; on every rank.
         """
         self._check_trial("save")
-        if self._step.within_window:  # the gradients of its first micro-batches are in no state
+        if self._stopping.round_began is not None:
+            self._deferred.append(best)
+        elif self._step.within_window:  # the gradients of its first micro-batches are in no state
             self._step.at_window_end(lambda: self._save(best=best))
         else:
             self._save(best=best)
+
+    def round(self) -> AbstractContextManager[None]:
+        """Return a context manager for a part of the run that is saved whole or not at all.
+
+        Signals, copies in memory and ``save`` wait for its end. Then the signal saves a checkpoint and stops the run. A
+        second signal ends it at once, within the round. A run that is killed there repeats the round when it is
+        resumed, from the state that was saved before it.
+
+        Raises:
+            UsageError: the round is within another, or ends within an accumulation window.
+
+        Example:
+            >>> while state["round"] < 10:
+            ...     with checkpoint.round():
+            ...         train_and_collect(state)
+            ...         state["round"] += 1
+        """
+        self._deferred = []
+        return self._stopping.round(self._end_round)
+
+    def _end_round(self) -> None:
+        if self._step.within_window:  # as in save
+            raise UsageError("checkpoint.round() ended within an accumulation window: end it after a whole step.")
+        self._epoch_end.at_round_end()
+        if self._deferred:
+            self._save(best=any(self._deferred))
+        for reached in self._step.hooks.at_boundary:
+            reached()
 
     def save_now(self) -> str:
         """Save a checkpoint between two steps, wait until it is written, and return where it is. Collective.
@@ -205,7 +239,7 @@ class Checkpoint:
             self._writer.discard()
             self._unclaimed = None
 
-        self._wait_for(None)
+        self._drop_waiting()
         self._communicator.on_main(remove)
         for hook in self._hooks:
             hook.discarded()
@@ -248,7 +282,7 @@ class Checkpoint:
         self._check_trial("resume")
         ranks, contents = self._communicator, self.contents
         with ranks.collectives.pulse.within("checkpoint.resume"), self._prepared.training_weights():
-            self._wait_for(None)
+            self._drop_waiting()
             ranks.on_main(self._writer.finish)  # what this run saves in the background may be what it goes back to
             candidates = [] if path is not None else [copy for hook in self._hooks for copy in hook.candidates()]
             begins = not self._step.global_step  # in a run that goes back, its schedulers have changed the options
@@ -261,22 +295,11 @@ class Checkpoint:
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             folder, place = ranks.on_main(lambda: self._settle(view, candidates, is_newest=path is None))
-            names, waiting = contents.divide(view)
-            outlines = {name: view.outlines[name] for name in names}
-            replaced = contents.replaced_options(outlines, new_options=new_options) if begins else []
-            contents.load(view, names, last=not waiting, new_options=new_options)
-            step = self._step.global_step
-            self._writer.go_on_from(step)
+            waiting = WaitingStates(view, contents.of_objects.keys(), {"force": force, "new_options": new_options})
+            self._load(waiting, place, tells=begins)
+            self._writer.go_on_from(self._step.global_step)
             for hook in self._hooks:
-                hook.resumed(step, folder)
-            if waiting:
-                self._wait_for(WaitingStates(view, waiting, force=force, new_options=new_options))
-            else:
-                view.close()
-        if view.saved is not None:  # on rank 0
-            then = f"; checkpoint.add loads {', '.join(sorted(waiting))}" if waiting else ""
-            print_stderr(f"unitrain: resumed after step {step}, from {view.saved.located}{place}{then}")
-            _tell_replaced(replaced, new_options=new_options)
+                hook.resumed(self._step.global_step, folder)
         return True
 
     def add(self, **objects: Any) -> None:
@@ -292,13 +315,11 @@ class Checkpoint:
             **objects: as of ``strategy.checkpoint``.
 
         Raises:
-            UsageError: an object has no state, or the ranks add different names.
+            UsageError: an object has no state.
             CheckpointError: while states wait, one of a name that was not saved was added; or a state does not fit its
                 object. On every rank, with nothing changed.
         """
-        have = self.contents.objects
-        waiting = set() if self._waiting is None else self._waiting.names
-        self._change("add", objects.keys(), {**have, **objects}, objects.keys() - (have.keys() - waiting))
+        self._change({**self.contents.objects, **objects})
 
     def remove(self, *names: str) -> None:
         """Save the objects of these names no more, and drop states of these names that wait for ``add``. Collective.
@@ -306,67 +327,66 @@ class Checkpoint:
         So a checkpoint that is saved between two rounds has no model that the next round would begin with.
 
         Raises:
-            UsageError: the checkpoint has no object, and no state that waits, of a name; or the ranks remove different
-                names.
+            UsageError: the checkpoint has no object, and no state that waits, of a name.
         """
-        have = self.contents.objects
-        waiting = set() if self._waiting is None else self._waiting.names
-        unknown = sorted({*names} - have.keys() - waiting)
-        if unknown:
-            raise UsageError(
-                f"checkpoint.remove got {', '.join(unknown)}, but the checkpoint has {', '.join(have) or 'no objects'}."
-            )
+        objects = dict(self.contents.objects)
+        for name in names:
+            waits = self._waiting is not None and self._waiting.view.outlines.pop(name, None) is not None
+            if objects.pop(name, waits) is False:
+                raise UsageError(f"checkpoint.remove: there is no {name!r}, but {', '.join(sorted(objects))}.")
         self._earlier = Earlier(self._step)  # what is finished is not missing
-        self._change("remove", names, {name: value for name, value in have.items() if name not in names}, set())
+        self._change(objects)
 
-    def _change(self, call: str, names: Collection[str], objects: Mapping[str, Any], taken: Set[str]) -> None:
-        """Consist of other objects from now on. Collective.
-
-        Args:
-            call: the call of the script.
-            names: its names.
-            objects: all objects.
-            taken: the names of those that states are waiting for.
-        """
-        ranks, contents, waiting = self._communicator, self.contents, self._waiting
-        with ranks.collectives.pulse.within(f"checkpoint.{call}"), self._prepared.training_weights():
-            of_ranks = [", ".join(of_rank) for of_rank in ranks.all_gather_data(sorted(names))]
-            if len(set(of_ranks)) > 1:
-                raise UsageError(f"checkpoint.{call} got {by_rank(enumerate(of_ranks))}: name the same on all ranks.")
+    def _change(self, objects: Mapping[str, Any]) -> None:
+        """Save other objects from now on, and load the states that wait for them. Collective."""
+        contents, waiting = self.contents, self._waiting
+        with self._communicator.collectives.pulse.within("checkpoint.add"), self._prepared.training_weights():
             before = contents.objects
             contents.replace(objects)
-            left = set() if waiting is None else waiting.names.difference(names)
-            if waiting is not None:
-                why = ""
-                try:
-                    waiting.fit(contents, taken, last=not left)
-                except CheckpointError as error:
-                    why = str(error)
-                if why := first_reason(ranks, why):
-                    contents.replace(before)
-                    raise CheckpointError(why)
+            misfit = "" if waiting is None else self._misfit(waiting.view, **waiting.options)
+            if misfit:
+                contents.replace(before)
+                raise CheckpointError(misfit)
             self._epoch_end.forget()
             for hook in self._hooks:
                 hook.changed()
-            if waiting is None:
-                return
-            outlines = {name: waiting.view.outlines[name] for name in taken}
-            replaced = contents.replaced_options(outlines, new_options=waiting.new_options)
-            contents.load(waiting.view, taken, last=not left, new_options=waiting.new_options)
-            waiting.names = left
-            if not left:
-                self._wait_for(None)
-            if ranks.is_main:
-                _tell_replaced(replaced, new_options=waiting.new_options)
+            if waiting is not None:
+                self._load(waiting, f": {', '.join(sorted(waiting.names & objects.keys()))}", tells=True)
 
-    def _wait_for(self, waiting: WaitingStates | None) -> None:
-        """Keep states for objects that are added later, in place of those before."""
+    def _load(self, waiting: WaitingStates, place: str, *, tells: bool) -> None:
+        """Load the states that there are objects for; the others wait. Collective.
+
+        Args:
+            waiting: the states.
+            place: for the message, after the checkpoint's place.
+            tells: whether to say which options of the script are replaced.
+        """
+        contents, view, new_options = self.contents, waiting.view, waiting.options["new_options"]
+        replaced = contents.replaced_options(view, waiting.names, new_options=new_options) if tells else []
+        contents.load(view, waiting.names, new_options=new_options)
+        waiting.names = contents.waiting(view)
+        if view.saved is not None:  # on rank 0
+            then = f"; checkpoint.add loads {', '.join(sorted(waiting.names))}" if waiting.names else ""
+            step = self._step.global_step
+            print_stderr(f"unitrain: resumed after step {step}, from {view.saved.located}{place}{then}")
+            if replaced:
+                remedy = "set them after resume()" if new_options else "call resume(new_options=True)"
+                print_stderr(
+                    f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
+                    f"the script's values, {remedy}, or start a new run in another folder."
+                )
+        if self._waiting is None:
+            self._waiting = waiting
+            self._step.hooks.add_hook(waiting)
+        if not waiting.names:
+            self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        """Close the checkpoint with states that wait."""
         if self._waiting is not None:
             self._step.hooks.remove_hook(self._waiting)
             self._waiting.view.close()
-        self._waiting = waiting
-        if waiting is not None:
-            self._step.hooks.add_hook(waiting)
+            self._waiting = None
 
     def _open(self, search: Search, *, force: bool, new_options: bool = False) -> CheckpointView | None:
         """Return the first intact checkpoint of a search, if there is one. Collective.
@@ -385,19 +405,22 @@ class Checkpoint:
                     f"the run in {self.folder} was trained with other settings: {'; '.join(changed)}. Use the same "
                     "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
                 )
-            why = ""
-            try:
-                names, waiting = contents.divide(view)
-                contents.fit(view, names, last=not waiting, force=force, new_options=new_options)
-            except CheckpointError as error:
-                why = f"{view.place}: {error}"
-            misfit = first_reason(ranks, why)
+            misfit = self._misfit(view, force=force, new_options=new_options)
             damage = "" if misfit else view.verify()
             if not misfit and not damage:
                 return view
             view.close()
             ranks.on_main(partial(search.refuse, misfit) if misfit else partial(search.reject, damage))
         return None
+
+    def _misfit(self, view: CheckpointView, *, force: bool, new_options: bool) -> str:
+        """Return why the states of a checkpoint don't fit the run's objects, "" if they do. Collective."""
+        why = ""
+        try:
+            self.contents.fit(view, force=force, new_options=new_options)
+        except CheckpointError as error:
+            why = f"{view.place}: {error}"
+        return first_reason(self._communicator, why)
 
     def go_back(self, located: Located | None) -> bool:
         """Put modules and optimizers back as they are in a checkpoint of this start of the run. Collective.
@@ -448,7 +471,7 @@ class Checkpoint:
             self.closed = True
             self._writer.close(wait=True)
             self._step.hooks.remove_hook(self._epoch_end)
-            self._wait_for(None)
+            self._drop_waiting()
             self._abandon_hooks()
             self._stopping.close()
 
@@ -469,13 +492,3 @@ class Checkpoint:
         hooks, self._hooks = self._hooks, []  # they know this object: a cycle would keep connections open
         for hook in hooks:
             hook.abandon()
-
-
-def _tell_replaced(replaced: Sequence[str], *, new_options: bool) -> None:
-    """Print which options of the script a checkpoint has replaced."""
-    if replaced:
-        remedy = "set them after resume()" if new_options else "call resume(new_options=True)"
-        print_stderr(
-            f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
-            f"the script's values, {remedy}, or start a new run in another folder."
-        )

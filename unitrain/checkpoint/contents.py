@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -207,109 +207,101 @@ class Contents:
             )
         return saved._replace(parts={name: state for name, state in parts.items() if name in (RUN, *wanted)})
 
-    def divide(self, view: CheckpointView) -> tuple[set[str], set[str]]:
-        """Return the names of the states in a checkpoint that this run has objects of, and of those that it has not.
+    def waiting(self, view: CheckpointView) -> set[str]:
+        """Return the names of the states in a checkpoint that this run has no object of."""
+        return {key for key in view.outlines if key != RUN and not key.startswith(FEATURE)} - self.of_objects.keys()
 
-        Raises CheckpointError if the checkpoint lacks the state of an object.
-        """
-        # Another tool has saved modules and optimizers only.
-        expected = self.of_objects if view.manifest.files else {**self.modules, **self.optimizers}
-        saved = {key for key in view.outlines if key != RUN and not key.startswith(FEATURE)}
-        if not expected.keys() <= saved:
-            raise CheckpointError(
-                f"the checkpoint contains {', '.join(sorted(saved))}, but this run has {', '.join(sorted(expected))}: "
-                "pass the same objects to strategy.checkpoint. Nothing was loaded."
-            )
-        return set(expected), saved - expected.keys()
-
-    def fit(
-        self, view: CheckpointView, names: Collection[str], *, last: bool, force: bool, new_options: bool = False
-    ) -> None:
-        """Raise CheckpointError unless saved states fit this run.
+    def fit(self, view: CheckpointView, *, force: bool, new_options: bool = False) -> None:
+        """Put optimizers' parameters in the order of this run. Raise CheckpointError unless saved states fit this run.
 
         States of features that this run does not use are left out, with a warning.
 
         Args:
             view: the checkpoint.
-            names: the objects to compare.
-            last: as of ``load``.
             force: whether to load what can be loaded of states that don't fit.
             new_options: as of ``load``.
         """
         outlines = view.outlines
+        # Another tool has saved modules and optimizers only.
+        expected = self.of_objects if view.manifest.files else {**self.modules, **self.optimizers}
+        waiting = self.waiting(view)
+        if not expected.keys() <= outlines.keys():
+            saved = sorted(waiting | expected.keys() & outlines.keys())
+            raise CheckpointError(
+                f"the checkpoint contains {', '.join(saved)}, but this run has {', '.join(sorted(expected))}: pass the "
+                "same objects, by the same names. Nothing was loaded."
+            )
         for name, was in outlines[RUN].get("classes", {}).items():
-            if name not in names:
+            part = self.of_objects.get(name)
+            if part is None:
                 continue
-            part = self.of_objects[name]
             is_scheduler = isinstance(part, SchedulerPart)
             if was != part.class_name and not (new_options if is_scheduler else force):
                 remedy = "use resume(new_options=True), which follows the new schedule" if is_scheduler else NEW_RUN
                 raise another_class(name, was, part.class_name, remedy)
-        for name, part in self.of_objects.items():
-            if name in names:
-                # A state that lacks tensors can't be used with options that need them.
-                part.check(outlines[name], force=force and not new_options)
-        self._orders(view, names)
+        for name in expected:
+            # A state that lacks tensors can't be used with options that need them.
+            self.of_objects[name].check(outlines[name], force=force and not new_options)
+        self._order_by_name(view)  # features have states of these parameters, too
         of_features = {part.key: part for part in self._of_features}
-        for key in (key for key in outlines if last and key.startswith(FEATURE)):
+        # Only with the last objects: a feature's state is of several.
+        for key in (key for key in outlines if not waiting and key.startswith(FEATURE)):
             if key in of_features:
                 of_features[key].check(outlines[key], force=force)
             elif self._ranks.is_main:
                 _warn_of_unknown(key.removeprefix(FEATURE))
 
-    def _orders(self, view: CheckpointView, names: Collection[str]) -> dict[str, list[int]]:
-        """Return, for each of these optimizers whose parameters have another order now, the numbers that they had.
+    def _order_by_name(self, view: CheckpointView) -> None:
+        """Put the saved state of each optimizer's parameters in the order that they have now.
 
         Raises CheckpointError if a parameter group has other parameters.
         """
-        outlines, orders = view.outlines, {}
+        outlines = view.outlines
         for name, now in self.names().items():
             saved = outlines[RUN]["names"].get(name)
-            if name not in names or saved is None or now is None or saved == keys_of(None, len(saved)):
+            if saved is None or now is None or saved == keys_of(None, len(saved)):
                 continue  # there are only numbers to go by
             named = keys_of(now, len(now)) if isinstance(saved[0], str) else now
             if saved != named:
-                orders[name] = numbers_before(name, outlines[name][GROUPS], saved, named)
-        return orders
+                order = numbers_before(name, outlines[name][GROUPS], saved, named)
+                parts: list[StatePart] = [self.of_objects[name], *self._of_features]
+                for states in (outlines,) if view.saved is None else (outlines, view.saved.parts):
+                    states.update(
+                        {part.key: part.in_order(states[part.key], name, order) for part in parts if part.key in states}
+                    )
+                outlines[RUN]["names"][name] = named
 
-    def _order_by_name(self, view: CheckpointView, names: Collection[str]) -> None:
-        """Put the saved state of the parameters of these optimizers in the order that they have now."""
-        for name, order in self._orders(view, names).items():
-            # Features have states of these parameters, too.
-            parts: list[StatePart] = [self.of_objects[name], *self._of_features]
-            for states in (view.outlines,) if view.saved is None else (view.outlines, view.saved.parts):
-                states.update(
-                    {part.key: part.in_order(states[part.key], name, order) for part in parts if part.key in states}
-                )
-
-    def replaced_options(self, outlines: Mapping[str, Any], *, new_options: bool) -> list[str]:
-        """Return which options of the script the outlines of a checkpoint replace, for a message.
-
-        Args:
-            outlines: of the checkpoint's states.
-            new_options: as of ``load``.
-        """
-        parts: list[OptimizerPart | SchedulerPart] = [*self.optimizers.values(), *self.schedulers.values()]
-        if new_options:
-            parts = [part for part in self.schedulers.values() if not part.follows_steps]
-        saved = [part for part in parts if part.key in outlines]
-        return sorted({option for part in saved for option in part.replaced_options(outlines[part.key])})
-
-    def load(self, view: CheckpointView, names: Collection[str], *, last: bool, new_options: bool) -> None:
-        """Load the states of a checkpoint. Collective.
+    def replaced_options(self, view: CheckpointView, names: Set[str], *, new_options: bool) -> list[str]:
+        """Return which options of the script the states of a checkpoint replace, for a message.
 
         Args:
             view: the checkpoint.
-            names: the objects to load, in addition to the state of the run.
-            last: whether no other states will be loaded, so that those of features have all that they belong to.
+            names: as of ``load``.
+            new_options: as of ``load``.
+        """
+        outlines = view.outlines
+        parts: list[OptimizerPart | SchedulerPart] = [*self.optimizers.values(), *self.schedulers.values()]
+        if new_options:
+            parts = [part for part in self.schedulers.values() if not part.follows_steps]
+        saved = [part for part in parts if part.key in names & outlines.keys()]
+        return sorted({option for part in saved for option in part.replaced_options(outlines[part.key])})
+
+    def load(self, view: CheckpointView, names: Set[str], *, new_options: bool) -> None:
+        """Load states of a checkpoint. Collective.
+
+        The state of the run is loaded each time: making an object may draw random numbers. Those of features come last.
+
+        Args:
+            view: the checkpoint.
+            names: the names of the objects to load.
             new_options: whether to keep the options of optimizers and schedulers as the script has made them.
         """
-        self._order_by_name(view, names)
         # Loaders first: they refuse other data before the model is changed.
         weights = *self.modules, *self.optimizers
-        objects = sorted((self.of_objects[name] for name in names), key=lambda part: (part.name in weights, part.name))
-        for part in (*objects, self._run, *(self._of_features if last else ())):
-            if part.key not in view.outlines:
+        named = [part for name, part in self.of_objects.items() if name in names]
+        objects = sorted(named, key=lambda part: (part.name in weights, part.name))
+        for part in (*objects, self._run, *(() if self.waiting(view) else self._of_features)):
+            if part.key not in view.outlines:  # another tool has no loaders
                 continue
             state = view.state(part.key)
             if new_options and isinstance(part, SchedulerPart) and part.follows_steps:
@@ -327,7 +319,6 @@ class Contents:
 
     def load_trained(self, view: CheckpointView) -> None:
         """Load modules and the states of optimizers, but not their options. Collective."""
-        self._order_by_name(view, self.optimizers)
         for name, part in sorted(self.of_objects.items()):
             if isinstance(part, OptimizerPart):
                 part.load_with_options(view.state(name))

@@ -29,6 +29,11 @@ class EpochEnd(StepHook):
         """Copy the small states of the run."""
         self._last = self._step.global_step, self._contents.remember()
 
+    def at_round_end(self) -> None:
+        """Copy them at the end of a round: what follows it is done again, too."""
+        self.at_epoch_end()
+        self._step.batches.between_epochs = True
+
     def forget(self) -> None:
         """Drop the copies: the script has other objects now."""
         self._last = None

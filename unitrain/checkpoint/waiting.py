@@ -6,50 +6,31 @@ loader, model or optimizer. It resumes first, and adds these objects then.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unitrain.checkpoint.contents import Contents
 from unitrain.checkpoint.sharded.loading import CheckpointView
 from unitrain.errors import CheckpointError
 from unitrain.training.hooks import StepHook
 
 
+@dataclass(eq=False)
 class WaitingStates(StepHook):
-    """The states in an open checkpoint that no object has taken yet. A step is an error until then.
+    """The states in a checkpoint that no object has taken yet. A step is an error until then.
 
-    Args:
-        view: the checkpoint. It stays open.
-        names: of the states.
-        force: as of ``resume``.
-        new_options: as of ``resume``.
+    Attributes:
+        view: the checkpoint, which is open.
+        names: the names of the states.
+        options: ``force`` and ``new_options`` of ``resume``.
     """
 
+    view: CheckpointView
+    names: Set[str]
+    options: dict[str, bool]
     place = 0
-
-    def __init__(self, view: CheckpointView, names: set[str], *, force: bool, new_options: bool) -> None:
-        self.view: CheckpointView = view
-        self.names: set[str] = names
-        self._force = force
-        self.new_options: bool = new_options
-
-    def fit(self, contents: Contents, names: Collection[str], *, last: bool) -> None:
-        """Raise CheckpointError unless the states of these names are of the objects of ``contents``, and all wait.
-
-        Args:
-            contents: has the objects.
-            names: of objects that are added.
-            last: whether no states wait after that.
-        """
-        unknown = sorted(set(names) - self.names)
-        if unknown:
-            raise CheckpointError(
-                f"the checkpoint has no {', '.join(unknown)}: the states of {self._shown} wait for objects. Add these "
-                "first, under their names. Nothing was loaded."
-            )
-        contents.fit(self.view, names, last=last, force=self._force, new_options=self.new_options)
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """Refuse to train with what the script has made in place of what was saved."""
@@ -59,11 +40,7 @@ class WaitingStates(StepHook):
         """Raise CheckpointError."""
         names = sorted(self.names)
         raise CheckpointError(
-            f"the run was resumed, but no object has taken the states of {self._shown}: pass the objects to "
-            f"checkpoint.add({', '.join(f'{name}={name}' for name in names)}) before training, or let "
+            f"{self.view.place} was resumed from, but no object has taken its states of {', '.join(names)}: pass the "
+            f"objects to checkpoint.add({', '.join(f'{name}={name}' for name in names)}) before training, or let "
             f"checkpoint.remove({', '.join(map(repr, names))}) drop their states."
         )
-
-    @property
-    def _shown(self) -> str:
-        return ", ".join(sorted(self.names))

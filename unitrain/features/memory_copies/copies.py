@@ -180,8 +180,8 @@ class MemoryCopies(StepHook, CheckpointHook):
         return self._store
 
     def at_boundary(self) -> None:
-        """Copy the state if it is time to."""
-        if self.active and self._pulse.step >= self._next:
+        """Copy the state if it is time to, and not within a round."""
+        if self.active and self._pulse.step >= self._next and self._sockets.stopping.round_began is None:
             with self._pulse.within("a copy in memory"), self._sockets.prepared.training_weights():
                 self._copy()
                 if self._every == 1 and self._background is not None:

@@ -15,9 +15,11 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard
 
+from unitrain.errors import UsageError
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.messages import BoundaryRequest, Message, RequestStop, Settled
 from unitrain.launch.local.toolchain import run_to_end
@@ -66,6 +68,7 @@ class Stopping:
     Attributes:
         checkpoint: the open checkpoint; None if there is none.
         outer: within a trial, the checkpoint that is open outside of it: signals are received until that is closed.
+        round_began: when the round began that the script is in; None outside of rounds.
     """
 
     def __init__(
@@ -84,6 +87,9 @@ class Stopping:
             RAISE_ERROR: lambda _: self._raise_error(),
         }
         self._ends = {*self._actions}  # the kinds that end the run
+        self.round_began: float | None = None
+        self._lasted = ""  # the last one, for a message
+        self._delayed: BoundaryRequest | None = None  # waits for its end
 
     def add_action(self, kind: str, action: Callable[[int], None], *, ends: bool = False) -> None:
         """Add something that all ranks do at a boundary whenever it is requested.
@@ -104,7 +110,7 @@ class Stopping:
     def listen(self, checkpoint: Saves) -> None:
         """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1."""
         self.checkpoint = checkpoint
-        self._signals = self._signals or StopSignals(lambda number: self.request(SIGNAL, number))
+        self._signals = self._signals or StopSignals(self._receive)
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
@@ -135,10 +141,53 @@ class Stopping:
         if self._boundaries.held:
             self._stop_if_due()
 
+    @contextmanager
+    def round(self, at_end: Callable[[], None]) -> Iterator[None]:
+        """Let what saves and ends the run wait until the end of the block, which is a boundary. Collective.
+
+        Args:
+            at_end: called there, before the boundary is passed; not after an error.
+
+        Raises:
+            UsageError: the block is within another.
+        """
+        if self.round_began is not None:
+            raise UsageError("checkpoint.round() was called within a round: rounds follow one another.")
+        began = self.round_began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.round_began = None
+            if self._delayed is not None:
+                # The ranks have agreed on an earlier boundary. If the round has failed, the next one will do.
+                self._boundaries.held = True
+                self._boundaries.agree(self._pulse.boundary + 1, self._delayed)
+                self._delayed = None
+        at_end()
+        now = time.monotonic()
+        self._lasted = f", and the last one took {now - began:.0f} s"
+        if self._boundaries.held and self._is_main:
+            print_stdout(f"unitrain: the end of the round has come {now - self._boundaries.held_at:.0f} s later.")
+        self.pass_boundary()
+
+    def _receive(self, number: int) -> None:
+        """Ask all ranks to stop because of a signal, and say what it waits for. In a thread."""
+        began = self.round_began
+        if began is not None and self._is_main:
+            print_stdout(
+                f"unitrain: {signal.Signals(number).name} waits for the end of a round, which is saved whole or not at "
+                f"all. It began {time.monotonic() - began:.0f} s ago{self._lasted}. A second signal ends the run at "
+                "once, and the round is repeated when it is resumed."
+            )
+        self.request(SIGNAL, number)
+
     def _stop_if_due(self) -> None:
         """Wait until the ranks have agreed on a boundary, and act if it is this one. Collective."""
         request = self._boundaries.due()
         if request is None:
+            return
+        if self.round_began is not None and request.kind in self._ends - {RAISE_ERROR}:
+            self._delayed = request
             return
         try:
             if request.kind in self._actions:
