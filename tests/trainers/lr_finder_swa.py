@@ -38,7 +38,8 @@ def find_lr(strategy: Any, model: nn.Module) -> float:
 
 def train(strategy: Any) -> list[Any]:
     model = network()
-    lr = find_lr(strategy, copy.deepcopy(model))
+    with strategy.trial("lr-finder"):
+        lr = find_lr(strategy, copy.deepcopy(model))
     loader = strategy.dataloader(data(6, rows=18), global_batch_size=BATCH)
     model, optimizer = strategy.prepare(model, sgd(model, lr=lr))
     average, scheduler = AveragedModel(strategy.unwrap(model)), SWALR(optimizer, swa_lr=lr / 2, anneal_epochs=2)

@@ -44,7 +44,7 @@ class Plain:
     """Stands for a strategy in the loop that a trainer is compared with: plain torch, without a rank."""
 
     def __init__(self) -> None:
-        self.global_step = 0
+        self.global_step, self.rank, self.world_size = 0, 0, 1
 
     def dataloader(self, dataset: Any, global_batch_size: int, sampler: Any = None) -> Batches:
         return Batches(dataset, global_batch_size, sampler)
@@ -62,10 +62,17 @@ class Plain:
         if scheduler is not None:
             scheduler.step()
 
+    def average(self, gradients: Any) -> Any:
+        return gradients
+
+    def update(self, optimizer: Any, closure: Any = None) -> None:
+        optimizer.step(closure)
+        self.global_step += 1
+
     def gather(self, value: Any, *_: Any, **__: Any) -> Any:
         return value
 
-    all_reduce = unwrap = full_tensor = gather
+    all_reduce = full_tensor = mean = shard_like = unwrap = gather
 
     def evaluation(self, _: nn.Module) -> Any:
         return torch.no_grad()

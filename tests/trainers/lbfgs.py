@@ -1,0 +1,31 @@
+"""LBFGS: the optimizer calls for the loss of all samples as often as it needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tiny import ROWS, data, net
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+
+def train(strategy: Any) -> list[Any]:
+    loader = strategy.dataloader(data(6), global_batch_size=ROWS)
+    model = net(6, 5, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    model, optimizer = strategy.prepare(model, optimizer)
+    parameters = list(model.parameters())
+    for _ in loader.epochs(3):
+        for inputs, labels in loader:
+
+            def closure() -> Tensor:
+                loss = cross_entropy(model(inputs), labels)  # noqa: B023
+                gradients = strategy.average(torch.autograd.grad(loss, parameters))
+                for p, gradient in zip(parameters, gradients, strict=True):
+                    p.grad = gradient
+                mean: Tensor = strategy.mean(loss.detach())
+                return mean
+
+            strategy.update(optimizer, closure=closure)
+    return [model]
