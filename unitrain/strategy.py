@@ -265,9 +265,30 @@ class Strategy:
         self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=given)
         self._step.remember_gradients()
 
-    def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
-        """Run the second half of ``step``, once per micro-batch and optimizer. Collective."""
-        return self._step.update(optimizer, scheduler)
+    def update(
+        self, optimizer: Optimizer, scheduler: Any = None, *, closure: Callable[[], Any] | None = None
+    ) -> StepResult:
+        """Run the second half of ``step``, once per micro-batch and optimizer. Collective.
+
+        Without a ``backward`` before it, it takes the gradients that the script has set as ``grad``, the same on all
+        ranks: they are checked, clipped and stepped with, but not averaged.
+
+        Args:
+            optimizer: the optimizer.
+            scheduler: as in ``step``.
+            closure: for optimizers that evaluate the loss several times in a step, such as LBFGS. A function without
+                arguments that computes the loss, calls ``backward`` (or sets averaged gradients) and returns the mean
+                loss over all ranks. It is passed to ``optimizer.step``.
+
+        Raises:
+            UsageError: there are no gradients, or the settings need those of ``backward``.
+            CommunicationError: the gradients that the script has set differ between the ranks.
+            NonFiniteError: a gradient is not finite in a later evaluation of the closure; or as in ``step``.
+
+        Example:
+            >>> strategy.update(optimizer, closure=closure)
+        """
+        return self._step.update(optimizer, scheduler, closure)
 
     def average(self, gradients: T, weight: Weight | None = None) -> T:
         """Return the mean of the ranks' gradients, for a script that computes them itself. Collective.

@@ -71,22 +71,13 @@ class AveragingModule(Wrapper, DistributedDataParallel):
     def has_averaged(self, forwards: int, calls: int) -> bool:
         """Return whether gradients were averaged: not if all forwards ran within the window, before its last backward.
 
+        Nor if the script has called the original module only, in functional_call, for example.
+
         Args:
             forwards: the count at the end of the previous step.
             calls: the count at the end of the previous step.
-
-        Raises:
-            UsageError: there are gradients without a forward of this wrapper, which no DDP has seen.
         """
         if self.calls > calls:
             return True
-        # Their backward accumulated only. The caller averages after it.
-        if self.forwards > forwards:
-            return False
-        name = next((n for n, p in self.module.named_parameters() if p.grad is not None), None)
-        if name is not None:
-            raise UsageError(
-                f"{name} has a gradient that DDP did not average over the ranks, since its wrapper was not called. "
-                "Call the model that prepare() returned (model = strategy.prepare(model)), not the original module."
-            )
-        return True
+        # Their backward accumulated only, or was of the original module. The caller averages after it.
+        return self.forwards == forwards and all(p.grad is None for p in self.module.parameters())

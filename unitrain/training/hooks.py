@@ -146,6 +146,17 @@ class Hooks:
         return self._around(name) if self.before_call or self.after_call else _NOTHING
 
     @contextmanager
+    def suspended(self, name: str) -> Iterator[None]:
+        """Leave a call for code of the script in the block, which it enters again afterwards."""
+        for end in self.after_call:
+            end()
+        try:
+            yield
+        finally:
+            for begin in self.before_call:
+                begin(name)
+
+    @contextmanager
     def _around(self, name: str) -> Iterator[None]:
         for begin in self.before_call:
             begin(name)

@@ -123,6 +123,13 @@ class GuardedStep(StepHook):
         optimizer.step()
         return True, norm
 
+    def clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor] = ()) -> bool:
+        """Clip gradients as ``__call__`` does, without a step. Return whether they, and ``losses``, are finite."""
+        finite = self._are_finite(gradients, losses)
+        if finite:
+            self._clip(parameters, gradients, None)
+        return finite
+
     def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> Tensor | None:
         """Clip finite gradients in place, by value and then by norm.
 

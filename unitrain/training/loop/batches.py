@@ -281,6 +281,13 @@ class OpenBatches:
         self._train(*batch)
         self._open.remove(batch)
 
+    def train_on_all(self) -> None:
+        """Record that the script has trained on all open batches, without a backward of the strategy."""
+        for batch in list(self._open):
+            self._close(batch)
+            self._trained = batch
+        self._unsure.clear()
+
     def _train(self, micro_batch: MicroBatch, iteration: Iteration) -> None:
         """Move the position past a micro-batch, and past those before it that the script has left out."""
         if not iteration.trained:

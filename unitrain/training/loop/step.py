@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,9 @@ from unitrain.training.loop.backward import Backward
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import ScriptChecks
 from unitrain.training.loop.judge import Judge, NonFinitePolicy
+from unitrain.training.loop.script_gradients import ScriptGradients
 from unitrain.training.loop.sockets import Sockets
+from unitrain.training.models.in_sync import compare_tensors
 from unitrain.training.models.supported import check_scheduler
 from unitrain.training.windows.weights import GivenWeights, Losses, LossScale, ScriptLosses, Weights
 from unitrain.training.windows.window import Window
@@ -66,6 +70,7 @@ class TrainingStep:
         self, sockets: Sockets, scaler: torch.amp.GradScaler | None, pass_boundary: Callable[[], None]
     ) -> None:
         ranks, backend, config = sockets.communicator, sockets.backend, sockets.config
+        self._ranks = ranks
         self._pulse = ranks.collectives.pulse
         self._accumulate = config.accumulate
         self._pass_boundary = pass_boundary
@@ -83,6 +88,8 @@ class TrainingStep:
         self._judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
         self._guard = guard_for(ranks, config.clip_norm, config.clip_value, self._judge.forbids)
         self.check_verdicts()
+        self._script_gradients = ScriptGradients(sockets)
+        self._closures_call_backward = False
         self.windows: Windows = Windows(
             ranks,
             backend,
@@ -93,6 +100,7 @@ class TrainingStep:
             moves_gradients=self.averaging.unit > 1,
             all_gradients=config.debug,
             complete=self.averaging.complete,
+            take=self._script_gradients.take,
         )
         for hook in filter(None, (self.averaging, self._guard, self.checks.direct, self.checks)):
             self.hooks.add_hook(hook)
@@ -173,11 +181,13 @@ class TrainingStep:
         with self.hooks.call("backward"):
             self._backward(loss, optimizers, sync, weight)
 
-    def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
+    def update(
+        self, optimizer: Optimizer, scheduler: Any = None, closure: Callable[[], Any] | None = None
+    ) -> StepResult:
         """Run the second half, with the hooks of a call around it. See ``Strategy.update``."""
         if scheduler is not None:
             check_scheduler(scheduler)
-        with self.hooks.call("update"):
+        with self.hooks.call("update"), self._passing(optimizer, closure) if closure else nullcontext():
             return self._update(optimizer, scheduler)
 
     # ----------------------------------------------------------------------------------------------------- its parts
@@ -261,6 +271,59 @@ class TrainingStep:
             for reached in self.hooks.at_boundary:
                 reached()
             self._pass_boundary()
+
+    # ------------------------------------------------------------------------ optimizers that compute losses themselves
+
+    @contextmanager
+    def _passing(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[None]:
+        """Pass a closure to ``optimizer.step()`` in the block.
+
+        If the optimizer has no gradients yet, the closure is evaluated before, since hooks and the guard judge a step
+        by its first gradients.
+        """
+        self._script_gradients.check_settings("update() was passed a closure")
+        if self._ranks.sharding.of_optimizers:
+            raise UsageError("shard_optimizer does not support closures, which need all parameters: set it to false.")
+        window = self.windows.register(optimizer)
+        if window.last is None and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            self._evaluate(window, closure)
+        replaced = {name: step for name, step in vars(optimizer).items() if name == "step"}  # by a scheduler
+        optimizer.step = partial(optimizer.step, partial(self._reevaluate, window, closure))  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del optimizer.step
+            vars(optimizer).update(replaced)
+            window.clear()
+
+    def _evaluate(self, window: Window, closure: Callable[[], Any]) -> Any:
+        """Call a closure, and return its loss, which must be the same on all ranks. Collective."""
+        # A backward of the script must not average: the gradients then differ between the ranks, and it is refused.
+        self.averaging.expect(self._closures_call_backward)
+        with self.hooks.suspended("update"), torch.enable_grad():
+            loss = closure()
+        self._closures_call_backward = window.last is not None
+        if self.averaging.in_step and loss is not None:
+            named = [("the loss", torch.as_tensor(loss).detach())]
+            advice = "Return strategy.mean(loss) from the closure, or None if the optimizer needs no loss."
+            compare_tensors(self._ranks, named, "the closure's losses differ between the ranks", advice)
+        return loss
+
+    def _reevaluate(self, window: Window, closure: Callable[[], Any]) -> Any:
+        """Evaluate a closure within an optimizer's step, with averaged and clipped gradients. Collective."""
+        window.clear()
+        loss = self._evaluate(window, closure)
+        averaged = self.averaging.in_step
+        if window.last is None:
+            self._script_gradients.take(window)
+        if averaged:
+            self.averaging.finish(window)
+        gradients = self._guard.gradients(window.parameters)
+        if window.total.weight is not None:
+            window.rescale(gradients, 1)
+        if not self._guard.clip(window.parameters, gradients, () if averaged else window.evidence.losses):
+            self._judge.nonfinite.end_closure(window, averaged=averaged)
+        return loss
 
     # ------------------------------------------------------------------------------------------- what others ask for
 

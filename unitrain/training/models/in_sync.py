@@ -9,7 +9,7 @@ after the first step, too, when they differ by a few units in the last place at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,35 @@ def check_in_sync(
     local = {buffer for layer in module.modules() if is_unsynchronised(layer) for buffer in layer.buffers()}
     tensors = (*module.named_parameters(), *(module.named_buffers() if buffers else ()))
     named = [(name, t) for name, t in tensors if t not in local and not communicator.sharding.is_sharded(t)]
-    if communicator.world_size == 1 or not named:
+    if communicator.world_size > 1:
+        advice = (
+            "It was changed on some ranks only: by a step outside strategy.step, by random numbers that differ between "
+            "ranks, or by loading weights on one rank."
+        )
+        compare_tensors(communicator, named, "the ranks' models differ", advice, tolerance)
+
+
+@torch.no_grad()
+def compare_tensors(
+    communicator: Communicator,
+    named: Sequence[tuple[str, Tensor]],
+    problem: str,
+    advice: str,
+    tolerance: float | None = None,
+) -> None:
+    """Compare tensors that all ranks have whole, with the same names and forms, between the ranks. Collective.
+
+    Args:
+        communicator: of this process.
+        named: the tensors, and their names in messages.
+        problem: begins the message.
+        advice: ends it.
+        tolerance: as in ``check_in_sync``.
+
+    Raises:
+        CommunicationError: a tensor differs; on every rank.
+    """
+    if not named:
         return
     checksums = torch.stack([_checksum(tensor).to(communicator.device) for _, tensor in named])
     of_ranks = communicator.all_gather(checksums).cpu()  # of shape (ranks, tensors)
@@ -99,13 +127,10 @@ def check_in_sync(
         if limit and (distance := _distance(communicator, tensor)) <= limit:
             rounded = f"{text}, by up to {distance:.0e} of its largest element"
             continue
-        raise CommunicationError(
-            f"the ranks' models differ: {text}. It was changed on some ranks only: by a step outside strategy.step, by "
-            "random numbers that differ between ranks, or by loading weights on one rank."
-        )
+        raise CommunicationError(f"{problem}: {text}. {advice}")
     if rounded:
         communicator.warn(
-            f"the ranks' models differ slightly: {rounded}. That is rounding if their processors are of different "
+            f"{problem} slightly: {rounded}. That is rounding if their processors are of different "
             "kinds; if not, something changes the weights on some ranks only."
         )
 

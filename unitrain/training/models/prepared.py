@@ -55,7 +55,8 @@ class PreparedModules:
     def update(self, optimizer: Optimizer) -> None:
         """Give an optimizer the parameters that have replaced its own, in place. Its state stays."""
         for group in optimizer.param_groups:
-            group["params"] = [self._replaced.get(p, p) for p in group["params"]]
+            # In the same list, which LBFGS refers to.
+            group["params"][:] = [self._replaced.get(p, p) for p in group["params"]]
         for old, new in self._replaced.items():
             if old in optimizer.state:
                 optimizer.state[new] = optimizer.state.pop(old)

@@ -108,14 +108,6 @@ def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
         optimizer: the optimizer.
         shards_parameters: whether the backend shards parameters.
     """
-    if _needs_arguments(type(optimizer).step, optimizer):  # schedulers replace the instance's
-        name = type(optimizer).__name__
-        raise UsageError(
-            f"{name} evaluates the loss several times per step, by a closure, which strategy.step can't: use another "
-            f"optimizer, such as AdamW. In a single process, don't pass the {name} to prepare(), and call its "
-            "step(closure) in place of strategy.step. Sharpness-aware minimisation needs no closure: see the page on "
-            "methods of training."
-        )
     if shards_parameters and isinstance(optimizer, Adafactor):
         raise UsageError(
             "torch's Adafactor does not support sharded parameters: its step fails on DTensors. Use backend ddp or "
@@ -152,10 +144,10 @@ def check_scheduler(scheduler: Any) -> None:
     _schedulers.add(type(scheduler))
 
 
-def _needs_arguments(step: Callable[..., Any], *given: Any) -> bool:
-    """Return whether a ``step`` can't be called with these arguments alone."""
+def _needs_arguments(step: Callable[..., Any]) -> bool:
+    """Return whether a ``step`` can't be called without arguments."""
     try:
-        inspect.signature(step).bind(*given)
+        inspect.signature(step).bind()
     except TypeError:
         return True
     return False

@@ -42,6 +42,7 @@ class Windows:
         moves_gradients: bool,
         all_gradients: bool,
         complete: Callable[[Window], None],
+        take: Callable[[Window], None],
     ) -> None:
         """Make no window yet.
 
@@ -55,6 +56,7 @@ class Windows:
             moves_gradients: whether the backend may move gradients of one optimizer in a backward for another.
             all_gradients: keep all gradients as evidence (``debug``).
             complete: waits until the gradients of a window are averaged, if they are being so.
+            take: ends a window with gradients that the script has set, without a backward.
         """
         self._communicator = communicator
         self._backend, self._prepared, self._hooks = backend, prepared, hooks
@@ -62,7 +64,7 @@ class Windows:
         self._averaged = averaged
         self._moves_gradients = moves_gradients
         self._all_gradients = all_gradients
-        self._complete = complete
+        self._complete, self._take = complete, take
         self._shares = False  # whether optimizers share parameters
         self._windows: list[Window] = []
         self._of: dict[int, Window] = {}  # by the id of an optimizer that exists
@@ -128,20 +130,28 @@ class Windows:
         return any(window.is_open for window in self._windows)
 
     def advance(self, optimizer: Optimizer) -> Window:
-        """Complete a micro-batch of an optimizer that had a backward, and return its window. Collective if that ends.
+        """Complete a micro-batch of an optimizer, and return its window. Collective if that ends.
 
         Raises:
-            UsageError: it had none, or the script has changed gradients since.
+            UsageError: it had no backward and has no gradients, or the script has changed them since.
         """
         window = self._of.get(id(optimizer))
         if window is None or window.last is None:
-            raise UsageError(
-                "update() was called without a backward() before it, or another rank has dropped this optimizer."
-            )
+            window = self._take_gradients(optimizer)
         if window.last and window.witness is not None:
             self._check_gradients(window)
         if window.advance() and window.shared.rivals:
             self._separate_for_update(window)
+        return window
+
+    def _take_gradients(self, optimizer: Optimizer) -> Window:
+        """Take the gradients that the script has set for an optimizer, and return its window."""
+        window = self.register(optimizer)
+        gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+        self._follow(window, optimizer)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient  # that of a parameter which the window did not have before was dropped
+        self._take(window)
         return window
 
     def register(self, optimizer: Optimizer) -> Window:
@@ -153,7 +163,9 @@ class Windows:
         window = self._of.get(id(optimizer))
         if window is None:
             if not isinstance(optimizer, Optimizer):
-                raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
+                raise UsageError(
+                    f"step(), backward() and update() take torch optimizers, not {type(optimizer).__name__}."
+                )
             for registered in self._hooks.registered:
                 registered(optimizer)
             name = f"optimizer {self._registered}"

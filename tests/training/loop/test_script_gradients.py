@@ -1,0 +1,146 @@
+"""Gradients that a script sets itself: checked, clipped, stepped with and counted, but neither averaged nor scaled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from plain_loop import assert_equal, data, model_of, sgd, weights
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import StepLR
+
+import unitrain
+from unitrain import CommunicationError, NonFiniteError, UsageError
+
+ROWS = 6
+
+
+def mean_over_ranks(strategy: unitrain.Strategy, gradients: Sequence[Tensor], rows: int) -> list[Tensor]:
+    total = strategy.all_reduce(torch.tensor(float(rows), dtype=torch.float64))
+    return [strategy.all_reduce(gradient * rows) / total for gradient in gradients]
+
+
+def conflict(model: Any, parameters: list[Any], inputs: Tensor, targets: Tensor) -> list[list[Tensor]]:
+    """Return the gradients of two losses."""
+    outputs = model(inputs)
+    losses = [(outputs[:, i] - targets[:, i]).square().mean() for i in (0, 1)]
+    return [list(torch.autograd.grad(loss, parameters, retain_graph=True)) for loss in losses]
+
+
+def combined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+    """Project the second of two gradients, as PCGrad does."""
+    dot = sum((a * b).sum() for a, b in zip(first, second, strict=True))
+    square = sum(a.square().sum() for a in first)
+    return [a + b - min(dot, torch.zeros(())) / square * a for a, b in zip(first, second, strict=True)]  # type: ignore[type-var]
+
+
+def projected(strategy: unitrain.Strategy) -> float:
+    """Train with projected gradients, and return how far the weights are from those of a plain loop."""
+    net = model_of()
+    plain = copy.deepcopy(net)
+    optimizer = sgd(net)
+    scheduler = StepLR(optimizer, 2, gamma=0.5)
+    model, optimizer, scheduler = strategy.prepare(net, optimizer, scheduler)
+    parameters = list(net.parameters())
+    norms = []
+    for _ in range(2):
+        for inputs, targets in strategy.dataloader(data(), global_batch_size=ROWS, shuffle=False):
+            both = conflict(model, parameters, inputs, targets)
+            averaged = combined(*(mean_over_ranks(strategy, each, len(inputs)) for each in both))
+            for parameter, gradient in zip(parameters, averaged, strict=True):
+                parameter.grad = gradient
+            result = strategy.update(optimizer, scheduler)
+            assert result.stepped
+            assert result.grad_norm is not None
+            norms.append(result.grad_norm.item())
+            assert all(parameter.grad is None for parameter in parameters)
+    assert strategy.global_step == 8
+
+    reference = sgd(plain)
+    decay = StepLR(reference, 2, gamma=0.5)
+    for step in range(8):
+        rows = slice(step % 4 * ROWS, (step % 4 + 1) * ROWS)
+        inputs, targets = (whole[rows] for whole in data().tensors)
+        mean = combined(*conflict(plain, list(plain.parameters()), inputs, targets))
+        for parameter, gradient in zip(plain.parameters(), mean, strict=True):
+            parameter.grad = gradient
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert abs(norm.item() - norms[step]) < 1e-9
+        reference.step()
+        decay.step()
+    return float((weights(net) - weights(plain)).abs().max())
+
+
+def adapted(model: Any, parameters: dict[str, Any], inputs: Tensor, targets: Tensor, *, second_order: bool) -> Tensor:
+    """Return the loss after a step of gradient descent on the first half of a batch, on the second half: MAML."""
+    half = (len(inputs) + 1) // 2
+    loss = mse_loss(model(parameters, inputs[:half]), targets[:half])
+    gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=second_order)
+    moved = {n: p - 0.1 * g for (n, p), g in zip(parameters.items(), gradients, strict=True)}
+    return mse_loss(model(moved, inputs[half:]), targets[half:])
+
+
+def meta_learned(strategy: unitrain.Strategy, case: str) -> float:
+    """Train by MAML, on a task for each sample of a batch. Return how far the weights are from those of a plain loop."""
+    net = model_of()
+    plain = copy.deepcopy(net)
+    model, optimizer = strategy.prepare(net, sgd(net))
+    generator = torch.Generator().manual_seed(4)
+    tasks = [torch.randn(5, 8, n, generator=generator, dtype=torch.float64) for n in (4, 2)]
+    second_order = case != "first order"
+
+    def of_tasks(net: nn.Module, inputs: Tensor, targets: Tensor, wrapper: Any = None) -> Tensor:
+        def called(parameters: dict[str, Any], rows: Tensor) -> Any:
+            if wrapper is not None and parameters["0.weight"] is net[0].weight:  # type: ignore[index]
+                return wrapper(rows)
+            return functional_call(net, parameters, (rows,))
+
+        pairs = zip(inputs, targets, strict=True)
+        losses = [adapted(called, dict(net.named_parameters()), *task, second_order=second_order) for task in pairs]
+        return torch.stack(losses).mean()
+
+    reference = sgd(plain)
+    for _ in range(2):
+        for inputs, targets in strategy.dataloader(torch.utils.data.TensorDataset(*tasks), global_batch_size=3):
+            loss = of_tasks(net, inputs, targets, model if case == "prepared" else None)
+            if case == "averaged":
+                gradients = mean_over_ranks(strategy, torch.autograd.grad(loss, list(net.parameters())), len(inputs))
+                for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                    parameter.grad = gradient
+                strategy.update(optimizer)
+            else:
+                strategy.step(loss, optimizer)
+        for rows in (slice(3), slice(3, 5)):
+            reference.zero_grad()
+            of_tasks(plain, tasks[0][rows], tasks[1][rows]).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            reference.step()
+    return float((weights(net) - weights(plain)).abs().max())
+
+
+CASES = ("first order", "second order", "prepared", "averaged")
+
+
+def distances(backend: str) -> dict[str, float]:
+    """Return how far each case is from its plain loop."""
+    found = {}
+    for case in ("projected", *CASES):
+        with unitrain.init(backend=backend, precision="fp64", device="cpu", clip_norm=0.5) as strategy:
+            found[case] = projected(strategy) if case == "projected" else meta_learned(strategy, case)
+    return found
+
+
+def test_a_script_averages_its_gradients() -> None:
+    assert max(distances("single").values()) < 1e-9
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_a_script_averages_its_gradients_on_two_ranks(backend: str) -> None:
+    for found in run_ranks(distances, backend):
+        assert max(found.values()) < 1e-9, found
