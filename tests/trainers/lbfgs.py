@@ -15,15 +15,12 @@ def train(strategy: Any) -> list[Any]:
     model = net(6, 5, 3)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
     model, optimizer = strategy.prepare(model, optimizer)
-    parameters = list(model.parameters())
     for _ in loader.epochs(3):
         for inputs, labels in loader:
 
             def closure() -> Tensor:
                 loss = cross_entropy(model(inputs), labels)  # noqa: B023
-                gradients = strategy.average(torch.autograd.grad(loss, parameters))
-                for p, gradient in zip(parameters, gradients, strict=True):
-                    p.grad = gradient
+                strategy.backward(loss, optimizer)
                 mean: Tensor = strategy.mean(loss.detach())
                 return mean
 

@@ -19,14 +19,12 @@ class SAM(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        closure = torch.enable_grad()(closure)
-        closure()
         parameters = [p for group in self.param_groups for p in group["params"]]
         norm = torch.stack([p.grad.norm() for p in parameters]).norm()
         before = [p.clone() for p in parameters]
         for p in parameters:
-            p.add_(p.grad, alpha=self.defaults["rho"] / float(norm))
-        closure()
+            p.add_(p.grad * (self.defaults["rho"] / norm))
+        torch.enable_grad()(closure)()
         for p, value in zip(parameters, before, strict=True):
             p.copy_(value)
         self.base.step()
@@ -36,15 +34,14 @@ def train(strategy: Any) -> list[Any]:
     loader = strategy.dataloader(data(6), global_batch_size=BATCH)
     model = net(6, 5, 3)
     model, optimizer = strategy.prepare(model, SAM(model.parameters(), SGD, lr=0.1, momentum=0.9))
-    parameters = list(model.parameters())
     for _ in loader.epochs(3):
         for inputs, labels in loader:
 
             def closure() -> Tensor:
                 loss = cross_entropy(model(inputs), labels)  # noqa: B023
-                for p, g in zip(parameters, strategy.average(torch.autograd.grad(loss, parameters)), strict=True):
-                    p.grad = g
-                return loss
+                strategy.backward(loss, optimizer)
+                mean: Tensor = strategy.mean(loss.detach())
+                return mean
 
             strategy.update(optimizer, closure=closure)
     return [model]

@@ -56,8 +56,8 @@ TRAINERS = (
     Trainer("reptile", fsdp=None),
     Trainer("evolution", fsdp=None),
     Trainer("maml", fsdp=None),
-    Trainer("lbfgs", fsdp=None),
-    Trainer("sam", fsdp=None),
+    Trainer("lbfgs"),
+    Trainer("sam"),
     Trainer("active_learning"),
     Trainer("self_training"),
 )

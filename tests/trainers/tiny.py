@@ -53,20 +53,24 @@ class Plain:
         return objects if len(objects) > 1 else objects[0]
 
     def step(self, loss: Any, optimizer: Any, scheduler: Any = None, **_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer.zero_grad()
-        loss = torch.stack(loss).sum() if isinstance(loss, list) else loss
-        loss.backward(inputs=[p for p in parameters if p.requires_grad])
-        optimizer.step()
-        self.global_step += 1
+        self.backward(torch.stack(loss).sum() if isinstance(loss, list) else loss, optimizer)
+        self.update(optimizer)
         if scheduler is not None:
             scheduler.step()
+
+    def backward(self, loss: Tensor, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        loss.backward(inputs=[p for p in parameters if p.requires_grad])
 
     def average(self, gradients: Any) -> Any:
         return gradients
 
     def update(self, optimizer: Any, closure: Any = None) -> None:
+        if closure and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            closure()
         optimizer.step(closure)
+        optimizer.zero_grad()
         self.global_step += 1
 
     def gather(self, value: Any, *_: Any, **__: Any) -> Any:
