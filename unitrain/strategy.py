@@ -390,6 +390,31 @@ class Strategy:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
         return Meter(self._communicator, self._step.batches.current_batch)
 
+    def mean(self, value: Tensor, count: Weight | None = None) -> Tensor:
+        """Return the mean over all ranks' samples, given the mean over this rank's, with its gradient. Collective.
+
+        So a loss may be any function of means over the global batch. ``step`` and ``backward`` then compute its
+        gradient as if one process had the whole batch, whatever weights they are given. ``average`` does so with the
+        same weights: for ``mean(value, count)``, those are ``average(gradients, weight=count)``.
+
+        Args:
+            value: the mean over this rank's samples: a tensor of any shape, the same on all ranks. If it requires grad
+                on one rank, it must on all, and all run the backward, which is collective.
+            count: number of samples that this rank's mean is over, or of tokens, say. Default: as the weight in
+                ``average``; in an evaluation, it is of the batch that was yielded last. If it is 0, the value may be
+                NaN. As with ``gather``, ranks without samples of a batch get stand-ins in an evaluation.
+
+        Raises:
+            UsageError: values differ in form, or the counts have no mean; on all ranks.
+
+        Example:
+            >>> center = strategy.mean(model(images).mean(0))
+            >>> strategy.step(((model(images) - center) ** 2).mean(), optimizer)
+        """
+        if isinstance(value, Tensor) and value.requires_grad:
+            self._step.replicas.check("mean() of a value with a gradient")
+        return self._means.mean(value, count)
+
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.
 
@@ -408,6 +433,29 @@ class Strategy:
         Collective if it is sharded; otherwise it returns the tensor itself.
         """
         return self._communicator.sharding.full_tensor(tensor)
+
+    def shard_like(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """Return this rank's shard of a whole tensor, as it has one of a parameter: the inverse of ``full_tensor``.
+
+        Values, noise or a gradient that a script has for a whole parameter can so be used with a sharded one. If the
+        parameter is not sharded, it returns the tensor itself. Not collective.
+
+        Args:
+            tensor: with the shape of the whole parameter (``parameter.shape``), and the same on all ranks: noise from a
+                ``torch.Generator`` with the same seed, say.
+            parameter: of a prepared module.
+
+        Raises:
+            UsageError: the shapes differ.
+
+        Example:
+            >>> with torch.no_grad():
+            ...     for p in model.parameters():
+            ...         p.add_(strategy.shard_like(torch.randn(p.shape, generator=generator), p), alpha=0.01)
+        """
+        if tensor.shape != parameter.shape:
+            raise UsageError(f"the tensor has shape {[*tensor.shape]}, but the whole parameter {[*parameter.shape]}.")
+        return self._communicator.sharding.shard_like(tensor, parameter)
 
     # ------------------------------------------------------------------------------------ collective communication
 
@@ -473,7 +521,7 @@ class Strategy:
             ...     parts = [strategy.gather((model(images), labels), in_order=val) for images, labels in val]
             >>> scores, labels = (torch.cat(part) for part in zip(*parts))
         """
-        self._loop.gathers()
+        self._loop.gathers("gather")
         positions = None
         if in_order is not None:
             if not isinstance(in_order, Loader):

@@ -13,7 +13,7 @@ from unitrain.communication.sharding import Sharding
 from unitrain.errors import UsageError
 
 from .module import ShardedModule
-from .shards import full_tensor, shards_of, to_local
+from .shards import full_tensor, shard_like, shards_of, to_local
 
 
 class FSDPSharding(Sharding):
@@ -45,6 +45,10 @@ class FSDPSharding(Sharding):
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return all of a tensor. Collective if it is sharded."""
         return full_tensor(tensor)
+
+    def shard_like(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """Return this rank's shard of a whole tensor."""
+        return shard_like(tensor, parameter)
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the shards of all ranks in order; of other ranks, tensors on the meta device."""

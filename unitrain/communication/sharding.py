@@ -53,6 +53,10 @@ class Sharding:
         """Return all of such a tensor. Collective if it is sharded."""
         return tensor
 
+    def shard_like(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """Return the shard of a whole tensor, the same on all ranks, that this rank has of a parameter."""
+        return tensor
+
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return tensors that make up such a tensor, one after the other in its first dimension.
 

@@ -14,6 +14,7 @@ from unitrain.communication.comparison import difference_between_ranks
 from unitrain.communication.structure import refilled
 from unitrain.errors import UsageError, by_rank
 from unitrain.rng import derived_seed
+from unitrain.training.loop.averaging import WAITING
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.windows.weights import Weight
 
@@ -29,10 +30,14 @@ class WeightedMeans:
     Args:
         communicator: sums over the ranks.
         loop: knows the batch that the script works on.
+
+    Attributes:
+        communicator: as the argument.
     """
 
     def __init__(self, communicator: Communicator, loop: TrainingLoop) -> None:
-        self._communicator, self._loop = communicator, loop
+        self.communicator: Communicator = communicator
+        self._loop = loop
 
     def average(self, gradients: T, weight: Weight | None) -> T:
         """See ``Strategy.average``."""
@@ -41,9 +46,18 @@ class WeightedMeans:
         entries = gradients if isinstance(gradients, Mapping) else dict(enumerate(gradients))
         # Sorted, since a dict may have another order on another rank.
         tensors = {f"entry {key!r}": entries[key] for key in sorted(entries, key=repr)}
-        means = self._means(tensors, self._weights("average", tensors, weight))
+        means = self.means(tensors, self._weights("average", tensors, weight))
         averages: T = refilled(gradients, [means[f"entry {key!r}"] for key in entries])
         return averages
+
+    def mean(self, value: Tensor, count: Weight | None) -> Tensor:
+        """See ``Strategy.mean``."""
+        self._loop.gathers("mean")
+        # Under a name of its own, since all ranks take part in the backward, or none.
+        graph = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+        tensors = {"the value with a gradient": value.detach()} if graph else {"the value": value}
+        mean: Tensor = _Mean.apply(value, self._weights("mean", tensors, count), self)
+        return mean
 
     def _weights(self, call: str, tensors: dict[str, Any], weight: Weight | None) -> list[float]:
         """Return the weights of all ranks. Fill in zeros for each tensor that is None on this rank only. Collective.
@@ -56,7 +70,7 @@ class WeightedMeans:
         Raises:
             UsageError: tensors differ or can't be averaged, or the weights have no mean; on every rank.
         """
-        ranks = self._communicator
+        ranks = self.communicator
         forms = {name: self._form(tensor) for name, tensor in tensors.items()}
         # The upper bits of the digest are exact in float64.
         facts = torch.tensor([derived_seed(forms) >> 11, self._loop.weight(weight)], dtype=torch.float64)
@@ -87,22 +101,45 @@ class WeightedMeans:
         if not isinstance(tensor, Tensor):
             return [] if tensor is None else [f"a {type(tensor).__name__}"]
         kind = str(tensor.dtype).removeprefix("torch.")
-        if self._communicator.sharding.is_sharded(tensor):
+        if self.communicator.sharding.is_sharded(tensor):
             kind = "a shard, whose backward has averaged it"
         elif tensor.layout != torch.strided or not tensor.is_floating_point() or tensor.grad_fn is not None:
             kind = f"a {tensor.layout} {kind}, {'with' if tensor.grad_fn is not None else 'without'} a graph"
         return [kind, *tensor.shape]
 
-    def _means(self, tensors: dict[str, Any], weights: list[float]) -> dict[str, Any]:
+    def means(self, tensors: dict[str, Any], weights: list[float]) -> dict[str, Any]:
         """Return the weighted means of the ranks' tensors, as new tensors. Collective."""
         present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
-        device, weight = self._communicator.device, weights[self._communicator.rank]
+        device, weight = self.communicator.device, weights[self.communicator.rank]
         # A sum in 16 bits may overflow where the mean does not.
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in present.values()), torch.float32)
         parts = [tensor.reshape(-1).to(device, dtype) for tensor in present.values()]
         flat = torch.cat([torch.zeros(0, dtype=dtype, device=device), *parts])
         # Without samples, there may be NaN.
-        flat = self._communicator.all_reduce(flat * (weight / sum(weights)) if weight else torch.zeros_like(flat))
-        for (name, tensor), part in zip(present.items(), flat.split([*map(len, parts)]), strict=True):
+        flat = self.communicator.all_reduce(flat * (weight / sum(weights)) if weight else torch.zeros_like(flat))
+        split = torch.split(flat, [*map(len, parts)])
+        for (name, tensor), part in zip(present.items(), split, strict=True):
             present[name] = torch.empty_like(tensor).copy_(part.view(tensor.shape))
         return {**tensors, **present}
+
+
+class _Mean(torch.autograd.Function):
+    """The mean of the ranks' values, each with its weight.
+
+    The ranks' losses that follow from it have a mean, too. ``step`` has put their weights into the gradients that reach
+    the backward, whose sum is then the derivative by the mean. Outside of it, the gradients have no weights yet, and
+    ``average`` will weigh what the backward returns. So this is the mean of the gradients with the same weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weights: list[float], means: WeightedMeans) -> Tensor:
+        ctx.weights, ctx.means = weights, means
+        mean: Tensor = means.means({"": value}, weights)[""]
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:
+        ranks, weights = ctx.means.communicator, ctx.weights
+        if ranks.collectives.pulse.phase == WAITING:
+            return ranks.all_reduce(grad) * (weights[ranks.rank] / sum(weights)), None, None
+        return _Mean.apply(grad, weights, ctx.means), None, None

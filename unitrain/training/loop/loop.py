@@ -162,18 +162,21 @@ class TrainingLoop:
         """Return how often the parameters of each optimizer were changed in place, as its steps do."""
         return {ref(optimizer): version_of(optimizer) for optimizer in self._step.windows.optimizers}
 
-    def gathers(self) -> None:
-        """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.
+    def gathers(self, call: str) -> None:
+        """Record a collective call for a batch. In the rest of an evaluation, ranks without samples get stand-ins.
+
+        Args:
+            call: name of the call.
 
         Raises:
-            UsageError: such a rank can't know of this gather, because there was none before, and would not take part.
+            UsageError: such a rank can't know of this call, because there was none before, and would not take part.
         """
         for iteration in self._evaluations:
             assert iteration.micro_batch is not None
             if not (iteration.micro_batch.everywhere or iteration.gathers or self._gathers_parameters):
                 raise UsageError(
-                    "gather was called for a batch of which other ranks may have no samples, and for none before it: "
-                    "they would not take part. Gather after the loop, or use more data or fewer processes."
+                    f"{call} was called for a batch of which other ranks may have no samples, and for none before it: "
+                    "they would not take part. Call it after the loop, or use more data or fewer processes."
                 )
             iteration.gathers = True
 
