@@ -87,6 +87,35 @@ def check_output(module: nn.Module, args: Any, output: Any) -> None:
             )
 
 
+def refuse_assigned(unit: nn.Module, leaves: dict[Tensor, Tensor], names: dict[Tensor, str]) -> None:
+    """Refuse a forward with other weights than the shards of a unit: FSDP would silently gather these.
+
+    Args:
+        unit: a module that FSDP gathers as one.
+        leaves: the whole parameter for each of its shards.
+        names: of the shards.
+    """
+    places = [
+        (layer._parameters, key, shard, leaves[shard], shard.untyped_storage()._cdata)
+        for layer in unit.modules()
+        for key, shard in layer._parameters.items()
+        if shard in leaves
+    ]
+
+    def check(module: nn.Module, args: Any) -> None:
+        for held, key, shard, leaf, storage in places:
+            present = held.get(key)
+            # An assignment to the data of a DTensor gives it another storage, and leaves its local tensor as it is.
+            if (present is not shard and present is not leaf) or shard.untyped_storage()._cdata != storage:
+                raise UsageError(
+                    f"{names[shard]} was replaced (by functional_call?), or its .data assigned to, but FSDP would "
+                    "gather the shard as it was: change shards in place (p.data.copy_(values) in place of p.data = "
+                    "values), and use backend ddp or horovod with functional_call."
+                )
+
+    unit.register_forward_pre_hook(eager(check), prepend=True)  # before fully_shard's hooks replace them
+
+
 def refuse_tied(module: nn.Module) -> None:
     """Refuse the first forward of a sharded module if weights were tied since: FSDP would silently untie them.
 

@@ -26,7 +26,7 @@ from unitrain.module_copy import add_hooks, move_foreign, without_memory
 from unitrain.pulse import USER_CODE, Pulse
 from unitrain.training.models.materialising import give_memory
 
-from .changes import ForwardChanges, check_output, eager, explain_methods, name_layer, refuse_tied
+from .changes import ForwardChanges, check_output, eager, explain_methods, name_layer, refuse_assigned, refuse_tied
 from .settings import FSDPSettings
 from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
@@ -117,6 +117,7 @@ class ShardedModule:
             gathered = dict(_gathered_by(fsdp_unit))
             self._leaves.update(gathered)
             changes[fsdp_unit].watch((names[parameter], leaf) for parameter, leaf in gathered.items())
+            refuse_assigned(fsdp_unit, gathered, names)
         for name, parameter in module.named_parameters():
             if whole_parameters[name] is not parameter:
                 self._move_hooks(whole_parameters[name], parameter)

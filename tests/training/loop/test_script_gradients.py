@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import assert_equal, data, model_of, sgd, weights
+from plain_loop import data, model_of, sgd, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -16,7 +16,6 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import StepLR
 
 import unitrain
-from unitrain import CommunicationError, NonFiniteError, UsageError
 
 ROWS = 6
 
@@ -87,7 +86,7 @@ def adapted(model: Any, parameters: dict[str, Any], inputs: Tensor, targets: Ten
 
 
 def meta_learned(strategy: unitrain.Strategy, case: str) -> float:
-    """Train by MAML, on a task for each sample of a batch. Return how far the weights are from those of a plain loop."""
+    """Train by MAML, with batches of tasks. Return how far the weights are from those of a plain loop."""
     net = model_of()
     plain = copy.deepcopy(net)
     model, optimizer = strategy.prepare(net, sgd(net))

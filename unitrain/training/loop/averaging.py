@@ -56,9 +56,6 @@ class Averaging(StepHook):
     def expect(self, last: bool) -> None:
         """Prepare for a forward and backward that end a window if ``last``. Some backends must know so early."""
 
-    def leave_to_script(self) -> None:
-        """Average no gradients any more in backwards that are not the strategy's: the script does it."""
-
     def begin(self, losses: Losses, windows: list[Window], last: bool) -> None:
         """Prepare for the backward of these losses, which ends the windows if ``last``: then this is collective.
 
@@ -139,7 +136,6 @@ class GradientAveraging(Averaging):
         self._copies = CopyCheck(communicator)
         self._progress: dict[ref[Optimizer], _Progress] = {}  # the same number on all ranks
         self.armed: bool = True
-        self._left_to_script = False
         self.expect(not self._accumulates)
 
     def registered(self, optimizer: Optimizer) -> None:
@@ -254,17 +250,9 @@ class GradientAveraging(Averaging):
 
     def expect(self, last: bool) -> None:
         """Let the next backward communicate if ``last``. Some backends need this before the forward."""
-        if last != self.armed and not (last and self._left_to_script):
-            self._arm(last)
-
-    def _arm(self, last: bool) -> None:
-        self.armed = last
-        self._backend.arm(last)
-
-    def leave_to_script(self) -> None:
-        """Let only backwards of the strategy communicate, and decide so after their forward."""
-        self._left_to_script = True
-        self.expect(last=False)
+        if last != self.armed:
+            self.armed = last
+            self._backend.arm(last)
 
     def begin(self, losses: Losses, windows: list[Window], last: bool) -> None:
         """Check that all ranks are in the same call, and train on other samples."""
@@ -272,8 +260,7 @@ class GradientAveraging(Averaging):
             self._prepare_for(windows)
         for window in windows:
             self._enter(window, windows, last)
-        if last != self.armed:
-            self._arm(last)  # the core's buckets can still be armed here
+        self.expect(last)  # the core's buckets can still be armed here
         self._pulse.phase = WAITING  # a rank whose backward never ends would be reported by it
         if not last:
             return

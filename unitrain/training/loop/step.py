@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, update_wrapper
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from unitrain.training.loop.backward import Backward
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import ScriptChecks
 from unitrain.training.loop.judge import Judge, NonFinitePolicy
-from unitrain.training.loop.script_gradients import ScriptGradients
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.in_sync import compare_tensors
 from unitrain.training.models.supported import check_scheduler
@@ -41,6 +41,7 @@ class StepResult(NamedTuple):
     """Whether the step was skipped: a loss or a gradient was non-finite, or a feature forbids such a step."""
 
 
+_COMPARED, _INTERVAL = 4, 100
 _WITHIN_WINDOW = StepResult(False)
 _PLAIN_STEP = StepResult(True)
 
@@ -70,7 +71,7 @@ class TrainingStep:
         self, sockets: Sockets, scaler: torch.amp.GradScaler | None, pass_boundary: Callable[[], None]
     ) -> None:
         ranks, backend, config = sockets.communicator, sockets.backend, sockets.config
-        self._ranks = ranks
+        self._ranks, self._prepared = ranks, sockets.prepared
         self._pulse = ranks.collectives.pulse
         self._accumulate = config.accumulate
         self._pass_boundary = pass_boundary
@@ -88,7 +89,8 @@ class TrainingStep:
         self._judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
         self._guard = guard_for(ranks, config.clip_norm, config.clip_value, self._judge.forbids)
         self.check_verdicts()
-        self._script_gradients = ScriptGradients(sockets)
+        self._taken = count()  # gradients of the script
+        self._left_to_script = False  # whether it averages gradients
         self._closures_call_backward = False
         self.windows: Windows = Windows(
             ranks,
@@ -100,7 +102,7 @@ class TrainingStep:
             moves_gradients=self.averaging.unit > 1,
             all_gradients=config.debug,
             complete=self.averaging.complete,
-            take=self._script_gradients.take,
+            take=self._take_gradients,
         )
         for hook in filter(None, (self.averaging, self._guard, self.checks.direct, self.checks)):
             self.hooks.add_hook(hook)
@@ -272,7 +274,45 @@ class TrainingStep:
                 reached()
             self._pass_boundary()
 
-    # ------------------------------------------------------------------------ optimizers that compute losses themselves
+    # ---------------------------------------------------------------------------------- gradients without a backward
+
+    def _check_settings(self, call: str) -> None:
+        """Raise UsageError if the settings don't allow a call, which begins the message."""
+        if self._accumulate > 1 or self.scale.scaler is not None:
+            raise UsageError(
+                f"{call}, which accumulate above 1 and precision fp16 do not support: set accumulate to 1, and add the "
+                "gradients of several batches; set precision to bf16 or fp32, as gradients have the scale of a loss."
+            )
+
+    def _take_gradients(self, window: Window) -> None:
+        """End a window with the gradients that the script has set: averaged, if there are several ranks.
+
+        The batches that loaders have yielded since the last step count as trained on. Collective in the first steps,
+        and then in one of a hundred.
+
+        Raises:
+            UsageError: there are no gradients, or the settings need those of a backward.
+            CommunicationError: they differ between the ranks; on all ranks.
+        """
+        call = "update() was called without a backward() before it"
+        if all(p.grad is None for p in window.trained):
+            raise UsageError(f"{call}, and {window.name} has no gradients that the script has set, on this rank.")
+        self._check_settings(call)
+        if self.averaging.in_step:
+            self._left_to_script = True
+            self.averaging.expect(last=False)
+            if (number := next(self._taken)) < _COMPARED or number % _INTERVAL == 0:
+                local = [p for p in window.trained if not self._ranks.sharding.is_sharded(p)]
+                # NaN stands for none, which optimizers treat in another way than zeros.
+                named = [(p, torch.full_like(p, torch.nan) if p.grad is None else p.grad) for p in local]
+                advice = (
+                    "Average the gradients that the script computes, by strategy.average, and draw random numbers for "
+                    "them from one seed on all ranks; or have strategy.backward compute them."
+                )
+                names = [(self._prepared.name(p), gradient) for p, gradient in named]
+                compare_tensors(self._ranks, names, "the ranks' gradients differ", advice)
+        self.batches.train_on_all()
+        window.leave(last=True)
 
     @contextmanager
     def _passing(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[None]:
@@ -281,14 +321,15 @@ class TrainingStep:
         If the optimizer has no gradients yet, the closure is evaluated before, since hooks and the guard judge a step
         by its first gradients.
         """
-        self._script_gradients.check_settings("update() was passed a closure")
+        self._check_settings("update() was passed a closure")
         if self._ranks.sharding.of_optimizers:
             raise UsageError("shard_optimizer does not support closures, which need all parameters: set it to false.")
         window = self.windows.register(optimizer)
         if window.last is None and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             self._evaluate(window, closure)
         replaced = {name: step for name, step in vars(optimizer).items() if name == "step"}  # by a scheduler
-        optimizer.step = partial(optimizer.step, partial(self._reevaluate, window, closure))  # type: ignore[method-assign]
+        evaluated = partial(optimizer.step, partial(self._reevaluate, window, closure))
+        optimizer.step = update_wrapper(evaluated, optimizer.step)  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -313,16 +354,16 @@ class TrainingStep:
         """Evaluate a closure within an optimizer's step, with averaged and clipped gradients. Collective."""
         window.clear()
         loss = self._evaluate(window, closure)
-        averaged = self.averaging.in_step
         if window.last is None:
-            self._script_gradients.take(window)
-        if averaged:
+            self._take_gradients(window)
+        losses = () if self.averaging.in_step else window.evidence.losses
+        if self.averaging.in_step:
             self.averaging.finish(window)
         gradients = self._guard.gradients(window.parameters)
         if window.total.weight is not None:
             window.rescale(gradients, 1)
-        if not self._guard.clip(window.parameters, gradients, () if averaged else window.evidence.losses):
-            self._judge.nonfinite.end_closure(window, averaged=averaged)
+        if not self._guard.clip(window.parameters, gradients, losses):
+            self._judge.nonfinite.end_closure(window, averaged=self.averaging.in_step)
         return loss
 
     # ------------------------------------------------------------------------------------------- what others ask for
@@ -352,9 +393,10 @@ class TrainingStep:
     def expect_next(self, window: Window | None = None) -> None:
         """Prepare for a forward and backward that end a window, or don't, as far as that is known.
 
-        Without a loader, the micro-batches of ``window`` are counted.
+        Without a loader, the micro-batches of ``window`` are counted. Where a script averages gradients, only those of
+        ``backward`` are averaged, and the averaging learns of it after the forward.
         """
-        if self.averaging.in_step:
+        if self.averaging.in_step and not self._left_to_script:
             following = self.batches.following
             if following is not None:
                 self.averaging.expect(following.last)
