@@ -120,7 +120,7 @@ class Strategy:
         )
         self._checkpoint: Checkpoint | None = None
         self._trials = Trials(sockets, self._step, self._loop, self._preparation, self._job.compare)
-        self._ended: list[tuple[Trial, Checkpoint | None, Callable[[], None]]] = []  # trials to tidy up after
+        self._ended: list[tuple[Trial, Checkpoint | None]] = []  # trials, with what is to be closed
         atexit.register(self._close_at_exit)
 
     def _add_features(self) -> None:
@@ -670,7 +670,7 @@ class Strategy:
         """
         trial = self._trials.begin(name, seed)
         self._tidy_up()
-        outer, config, forget = self._checkpoint, self.config, self._trials.forgetting()
+        outer, config = self._checkpoint, self.config
         if outer is not None and not outer.closed:
             outer.wait()
         try:
@@ -678,21 +678,19 @@ class Strategy:
                 self._checkpoint, self.config = None, self._sockets.config
                 yield trial
         finally:
-            self._ended.append((trial, self._checkpoint, forget))
+            self._ended.append((trial, self._checkpoint))
             self._checkpoint, self.config = outer, config
         self._tidy_up()
 
     def _tidy_up(self) -> None:
         """Close the checkpoints of trials that have ended, and forget what was prepared in them. Collective."""
         while self._ended:
-            trial, checkpoint, forget = self._ended.pop()
-            try:
-                if checkpoint is not None:
-                    with self._trials.outside(trial):
-                        checkpoint.close()
-            finally:
-                del checkpoint  # it has the models
-                forget()
+            trial, checkpoint = self._ended.pop()
+            if checkpoint is not None:
+                with self._trials.outside(trial):
+                    checkpoint.close()
+            del checkpoint  # it has the models
+        self._step.windows.forget_dropped()
         if self._job.watch is not None and self._checkpoint is not None:
             self._job.watch.before_restart(self._checkpoint.folder.release)
 
@@ -738,7 +736,7 @@ class Strategy:
             job.stopping.close()
             for close in self._hooks.at_close:
                 close()
-            for checkpoint in filter(None, (*(left for _, left, _ in self._ended), self._checkpoint)):
+            for checkpoint in filter(None, (*(left for _, left in self._ended), self._checkpoint)):
                 checkpoint.abandon()  # if the run fails
             self._ended, self._checkpoint = [], None  # they have wrapped models, with what they communicate by
             self._step.close()

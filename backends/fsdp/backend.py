@@ -212,8 +212,10 @@ class FSDPBackend(ProcessGroupBackend):
                 # A parameter that any rank has used has a gradient on all, as one device would have it.
                 *used, left = self.on_any_rank([*used, left])
             # The optimizer changes the shards: what a forward has gathered would be stale after it.
-            references = dict.fromkeys(self.sharding.module_of[p] for p in sharded if p in self.sharding.module_of)
-            for module in (module for reference in references if (module := reference()) is not None):
+            # By id: a reference to a module that is gone has no hash.
+            known = [self.sharding.module_of[p] for p in sharded if p in self.sharding.module_of]
+            references = {id(reference): reference for reference in known}
+            for module in (module for reference in references.values() if (module := reference()) is not None):
                 if left:
                     module.reduce_rest()
                     module.arm(self._armed)

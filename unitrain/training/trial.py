@@ -88,6 +88,7 @@ class Trials:
         Collective at the end, unless the block has raised an error: it may not have done so on the other ranks.
         """
         sockets, hooks, windows = self.sockets, self.sockets.hooks, self.step.windows
+        windows_before = [*windows]
         config = sockets.config.model_copy(update={"seed": trial.seed})
         fresh = {key: value for key, value in vars(OpenBatches()).items() if key not in _CONTINUED}
         outer, lists = [*hooks], (sockets.passes, sockets.verdicts, sockets.parts, sockets.ways_back)
@@ -102,10 +103,10 @@ class Trials:
                 _given(sockets, config=config),
                 _given(sockets.batches, **fresh),
                 _given(sockets.states, objects={**sockets.states.objects}, waiting={}),
-                _given(sockets.prepared, count=0),
+                _given(sockets.prepared, count=0, layers=[*sockets.prepared.layers]),
                 _given(self.preparation, config=config, ranks_differ=False),
                 _given(self.step, global_step=0, window_end_actions=[*self.step.window_end_actions]),
-                _given(windows, outer=[*windows]),
+                _given(windows, outer=windows_before),
             ):
                 self._load(self._first_states)
                 yield
@@ -114,6 +115,7 @@ class Trials:
                 for hook in _without(hooks, outer):
                     hook.at_end()
         finally:
+            windows.ended += [window for window in windows if window not in windows_before]
             for known, earlier in zip(lists, kept, strict=True):
                 known[:] = earlier  # type: ignore[call-overload]  # of one list at a time
             added = _without(hooks, outer)
@@ -137,17 +139,6 @@ class Trials:
     def _load(self, states: Mapping[str, Any]) -> None:
         for name, state in states.items():
             self.sockets.states.objects[name].load_state_dict(copy.deepcopy(state))
-
-    def forgetting(self) -> Callable[[], None]:
-        """Return a function that forgets the modules and optimizers that are prepared from now on. It is collective."""
-        windows, layers = [*self.step.windows], [*self.sockets.prepared.layers]
-
-        def forget() -> None:
-            known = {id(layer) for layer in layers}
-            self.sockets.prepared.layers = [layer for layer in self.sockets.prepared.layers if id(layer) in known]
-            self.step.windows.forget_dropped(only=windows)
-
-        return forget
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from operator import is_
 from weakref import finalize, ref
 
@@ -28,6 +29,7 @@ class Windows:
     Attributes:
         count: number of windows, an attribute since each step asks for it.
         outer: within a trial, the windows that there were before it.
+        ended: windows of trials that have ended, to be forgotten.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Windows:
         self._groups = 0  # of the optimizer, if it is the only one
         self.count: int = 0
         self.outer: list[Window] = []
+        self.ended: list[Window] = []
 
     def __iter__(self) -> Iterator[Window]:
         return iter(self._windows)
@@ -79,23 +82,23 @@ class Windows:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that exist on this rank, of the trial if one is in progress. Ranks free dropped ones apart."""
-        windows = [window for window in self if window not in self.outer]
+        windows = [window for window in self if window not in self.outer and window not in self.ended]
         return [optimizer for window in windows if (optimizer := window.reference()) is not None]
 
-    def on_all_ranks(self, *, modules_too: bool = False, only: Collection[Window] | None = None) -> list[Optimizer]:
+    def on_all_ranks(self, *, modules_too: bool = False) -> list[Optimizer]:
         """Return the optimizers that no rank has freed, and forget all others, and their parameters. Collective.
 
         Args:
             modules_too: forget dropped modules even if no optimizer is gone.
-            only: forget the optimizers of other windows, though they exist.
         """
-        optimizers = present(self._communicator, [window.reference for window in self])
-        if only is not None:
-            optimizers = [known if window in only else None for window, known in zip(self, optimizers, strict=True)]
+        everywhere = zip(self, present(self._communicator, [window.reference for window in self]), strict=True)
+        optimizers = [None if window in self.ended else optimizer for window, optimizer in everywhere]
+        self.ended = []
         gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
         for window in gone:
             if window.is_open:  # it was dropped after a backward: another one may train its parameters next
-                self._complete(window)
+                with suppress(UsageError):  # DDP's wrapper is gone: it has averaged within the backward
+                    self._complete(window)
                 window.clear()
             window.evidence.close()
             for rival in window.shared.rivals:
@@ -115,19 +118,15 @@ class Windows:
                 keep(existing, kept)
         return existing
 
-    def forget_dropped(self, only: Collection[Window] | None = None) -> None:
-        """Forget the modules and optimizers that the script has dropped, and their parameters. Collective.
-
-        Args:
-            only: as of ``on_all_ranks``.
-        """
+    def forget_dropped(self) -> None:
+        """Forget the modules and optimizers that the script has dropped, and their parameters. Collective."""
         gc.collect()  # which torch's wrappers, and optimizers with a scheduler, need to be freed
-        self.on_all_ranks(modules_too=True, only=only)
+        self.on_all_ranks(modules_too=True)
 
     @property
     def any_open(self) -> bool:
         """Whether an optimizer has gradients of a window that is not complete."""
-        return any(window.is_open for window in self._windows)
+        return any(window.is_open for window in self._windows if window not in self.ended)
 
     def advance(self, optimizer: Optimizer) -> Window:
         """Complete a micro-batch of an optimizer, and return its window. Collective if that ends.
