@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 def train(strategy: Any) -> list[Any]:
     loader = strategy.dataloader(data(6), global_batch_size=ROWS)
-    model = net(6, 5, 3)
+    model = net(6, 4, 4)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
     model, optimizer = strategy.prepare(model, optimizer)
     for _ in loader.epochs(3):
