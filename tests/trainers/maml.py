@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 def adapted_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Return the loss on the second half of a task's points, after two steps on the first half."""
-    weights = dict(model.named_parameters())
+    weights: dict[str, Tensor] = dict(model.named_parameters())
     for _ in range(2):
         loss = mse_loss(functional_call(model, weights, x[:3]), y[:3])
         gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
