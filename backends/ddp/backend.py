@@ -153,10 +153,13 @@ class DDPBackend(ProcessGroupBackend):
     def expect_gradients(self, parameters: Set[Parameter]) -> bool:
         """Leave the averaging to the core's buckets if a wrapper has other parameters as well: DDP waits for all.
 
-        These were frozen since, or have another optimizer, or none.
+        These were frozen since, or have another optimizer, or none. Of no parameters, the script averages gradients:
+        DDP would do so once more in its next backward.
         """
         needed = {wrapped for p, wrapped in self._averaged.items() if p in parameters}
-        complete = all(p in parameters for p, wrapped in self._averaged.items() if wrapped in needed)
+        complete = bool(parameters) and all(
+            p in parameters for p, wrapped in self._averaged.items() if wrapped in needed
+        )
         if complete or self._needs_ddp:
             return False
         wrappers = [reference() for reference in self._wrapped]

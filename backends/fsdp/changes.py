@@ -6,7 +6,8 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,9 @@ def check_output(module: nn.Module, args: Any, output: Any) -> None:
             )
 
 
+_FRAMES = 8  # from a hook to functional_call
+
+
 def refuse_assigned(unit: nn.Module, leaves: dict[Tensor, Tensor], names: dict[Tensor, str]) -> None:
     """Refuse a forward with other weights than the shards of a unit: FSDP would silently gather these.
 
@@ -103,15 +107,24 @@ def refuse_assigned(unit: nn.Module, leaves: dict[Tensor, Tensor], names: dict[T
     ]
 
     def check(module: nn.Module, args: Any) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        for _ in range(_FRAMES):
+            # Refused even with the shards themselves: torch.autograd.grad would say that the graph does not use them.
+            if frame is not None and frame.f_code.co_name == "functional_call":
+                refuse(next((name for name, _ in module.named_parameters()), "the model"))
+            frame = frame and frame.f_back
         for held, key, shard, leaf, storage in places:
             present = held.get(key)
             # An assignment to the data of a DTensor gives it another storage, and leaves its local tensor as it is.
             if (present is not shard and present is not leaf) or shard.untyped_storage()._cdata != storage:
-                raise UsageError(
-                    f"{names[shard]} was replaced (by functional_call?), or its .data assigned to, but FSDP would "
-                    "gather the shard as it was: change shards in place (p.data.copy_(values) in place of p.data = "
-                    "values), and use backend ddp or horovod with functional_call."
-                )
+                refuse(names[shard])
+
+    def refuse(name: str) -> NoReturn:
+        raise UsageError(
+            f"{name} was replaced, by functional_call for example, or its .data assigned to, but FSDP gathers the "
+            "shard as it was: use backend ddp or horovod with functional_call, as in MAML, and change shards in place "
+            "(p.data.copy_(values) in place of p.data = values)."
+        )
 
     unit.register_forward_pre_hook(eager(check), prepend=True)  # before fully_shard's hooks replace them
 

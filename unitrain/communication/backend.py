@@ -200,6 +200,8 @@ class Backend(ABC):
     def expect_gradients(self, parameters: Set[Parameter]) -> bool:
         """Prepare for a backward that gives gradients to these parameters at most, the same on all ranks.
 
+        None means that scripts run backwards of their own, which must average only if ``arm`` says so.
+
         Called before the first such backward, after its forward.
 
         Returns:

@@ -196,7 +196,7 @@ def refused(case: str) -> None:
             r"gradients differ: 0\.weight \(8, 4\) of rank 1 is not .*\. Average",
         ),
         ("local", CommunicationError, r"the closure's losses differ .* Return strategy\.mean\(loss\)"),
-        ("assigned", UsageError, r"0\.weight was replaced .*, or its \.data assigned to.*p\.data\.copy_\(values\)"),
+        ("assigned", UsageError, r"0\.weight was replaced, .* or its \.data assigned to.*p\.data\.copy_\(values\)"),
     ],
 )
 def test_a_closure_that_would_make_other_steps_on_each_rank_is_refused(case: str, kind: type, message: str) -> None:

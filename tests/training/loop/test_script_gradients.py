@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain_loop import data, model_of, sgd, weights
+from plain_loop import data, model_of, sgd, strategy_of, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
 
 import unitrain
+from unitrain import CommunicationError, UsageError
 
 ROWS = 6
 
@@ -106,7 +110,7 @@ def meta_learned(strategy: unitrain.Strategy, case: str) -> float:
 
     reference = sgd(plain)
     for _ in range(2):
-        for inputs, targets in strategy.dataloader(torch.utils.data.TensorDataset(*tasks), global_batch_size=3):
+        for inputs, targets in strategy.dataloader(TensorDataset(*tasks), global_batch_size=3):
             loss = of_tasks(net, inputs, targets, model if case == "prepared" else None)
             if case == "averaged":
                 gradients = mean_over_ranks(strategy, torch.autograd.grad(loss, list(net.parameters())), len(inputs))
@@ -123,15 +127,47 @@ def meta_learned(strategy: unitrain.Strategy, case: str) -> float:
     return float((weights(net) - weights(plain)).abs().max())
 
 
+def in_turns(strategy: unitrain.Strategy) -> float:
+    """Set gradients, let the strategy step, or average those of ``loss.backward()``. Return as ``projected`` does."""
+    net = model_of()
+    plain = copy.deepcopy(net)
+    model, optimizer = strategy.prepare(net, sgd(net))
+    parameters, step = list(net.parameters()), 0
+    for _ in range(2):
+        for inputs, targets in strategy.dataloader(data(), global_batch_size=ROWS, shuffle=False):
+            loss = mse_loss(model(inputs), targets)
+            if step % 3 == 1:
+                strategy.step(loss, optimizer)
+            else:
+                if step % 3 == 2:
+                    loss.backward()
+                local = [p.grad for p in parameters] if step % 3 == 2 else torch.autograd.grad(loss, parameters)
+                for parameter, gradient in zip(parameters, mean_over_ranks(strategy, local, len(inputs)), strict=True):
+                    parameter.grad = gradient
+                strategy.update(optimizer)
+            step += 1
+
+    reference = sgd(plain)
+    for step in range(8):
+        rows = slice(step % 4 * ROWS, (step % 4 + 1) * ROWS)
+        inputs, targets = (whole[rows] for whole in data().tensors)
+        reference.zero_grad()
+        mse_loss(plain(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        reference.step()
+    return float((weights(net) - weights(plain)).abs().max())
+
+
 CASES = ("first order", "second order", "prepared", "averaged")
 
 
 def distances(backend: str) -> dict[str, float]:
     """Return how far each case is from its plain loop."""
     found = {}
-    for case in ("projected", *CASES):
+    for case in ("projected", "in turns", *CASES):
         with unitrain.init(backend=backend, precision="fp64", device="cpu", clip_norm=0.5) as strategy:
-            found[case] = projected(strategy) if case == "projected" else meta_learned(strategy, case)
+            train = {"projected": projected, "in turns": in_turns}.get(case)
+            found[case] = meta_learned(strategy, case) if train is None else train(strategy)
     return found
 
 
@@ -143,3 +179,106 @@ def test_a_script_averages_its_gradients() -> None:
 def test_a_script_averages_its_gradients_on_two_ranks(backend: str) -> None:
     for found in run_ranks(distances, backend):
         assert max(found.values()) < 1e-9, found
+
+
+def refused(case: str, backend: str) -> None:
+    strategy = unitrain.init(backend=backend, device="cpu", timeout_s=20)
+    model, optimizer = strategy.prepare(*(net := model_of(), sgd(net)))
+    inputs, targets = (rows[strategy.rank :: 2] for rows in data().tensors)
+    for step in range(3):
+        parameters = list(net.parameters())
+        local = torch.autograd.grad(mse_loss(model(inputs), targets), parameters)
+        averaged = mean_over_ranks(strategy, local, 1)
+        if case == "none":
+            averaged[3] = averaged[3] if strategy.rank == 0 else None  # type: ignore[call-overload]
+        for parameter, gradient in zip(parameters, averaged, strict=True):
+            parameter.grad = gradient
+        if case == "backward" and step == 1:
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+        if case == "drawn":
+            parameters[2].grad.add_(torch.randn(2, 8))  # the ranks draw different numbers
+        strategy.update(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("case", "backend", "name"),
+    [
+        ("drawn", "ddp", r"2\.weight \(2, 8\)"),
+        ("none", "ddp", r"2\.bias \(2,\)"),
+        ("backward", "ddp", r"0\.weight \(8, 4\)"),
+        ("backward", "horovod", r"0\.weight \(8, 4\)"),
+    ],
+)
+def test_gradients_that_differ_between_ranks_are_refused(case: str, backend: str, name: str) -> None:
+    with pytest.raises(CommunicationError, match=f"gradients differ: {name} of rank 1 is not .* strategy.average"):
+        run_ranks(refused, case, backend)
+
+
+def test_an_update_without_gradients_is_refused() -> None:
+    strategy = strategy_of()
+    net = model_of()
+    _, optimizer = strategy.prepare(net, sgd(net))
+    with pytest.raises(UsageError, match=r"without a backward\(\) before it, and optimizer 0 has no gradients"):
+        strategy.update(optimizer)
+
+
+def test_gradients_of_the_script_are_refused_within_an_accumulation_window() -> None:
+    strategy = strategy_of(accumulate=2)
+    net = model_of()
+    _, optimizer = strategy.prepare(net, sgd(net))
+    net(data().tensors[0]).sum().backward()
+    with pytest.raises(UsageError, match="set accumulate to 1, and add the gradients of several batches"):
+        strategy.update(optimizer)
+
+
+def test_a_step_with_bad_gradients_is_skipped() -> None:
+    strategy = strategy_of(on_nonfinite="skip")
+    net = model_of()
+    before = weights(net)
+    _, optimizer = strategy.prepare(net, sgd(net))
+    for bad in (True, False):
+        net(data().tensors[0]).sum().backward()
+        if bad:
+            net[0].weight.grad[1, 2] = torch.inf
+        assert strategy.update(optimizer).skipped is bad
+        assert torch.equal(weights(net), before) is bad
+    assert strategy.global_step == 2
+
+
+def test_a_run_goes_on_behind_the_batches_of_its_last_step(tmp_path: Path) -> None:
+    seen: list[list[float]] = []
+    for _ in range(2):
+        strategy = strategy_of()
+        net = model_of()
+        _, optimizer = strategy.prepare(net, sgd(net))
+        train = strategy.dataloader(TensorDataset(torch.arange(8.0)), global_batch_size=1, shuffle=False)
+        checkpoint = strategy.checkpoint(tmp_path, model=net, optimizer=optimizer, loader=train)
+        checkpoint.resume()
+        rest = iter(train)
+        seen.append([])
+        while pair := list(islice(rest, 2)):  # a step has two batches
+            seen[-1] += [float(batch[0]) for batch in pair]
+            net(data().tensors[0]).sum().backward()
+            strategy.update(optimizer)
+            if pair[0][0] == 2:
+                break
+        checkpoint.save()
+        strategy.close()
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def called_with_other_weights(case: str) -> None:
+    strategy = unitrain.init(backend="fsdp", device="cpu", timeout_s=20)
+    model = strategy.prepare(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+    if case == "functional_call":
+        loss = functional_call(model, dict(model.named_parameters()), (torch.ones(2, 4),)).sum()
+        torch.autograd.grad(loss, list(model.parameters()))
+    model[1].bias = nn.Parameter(strategy.full_tensor(model[1].bias.detach()))
+    model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(("case", "name"), [("functional_call", r"0\.weight"), ("replaced", r"1\.bias")])
+def test_a_sharded_model_is_not_called_with_other_weights(case: str, name: str) -> None:
+    with pytest.raises(UsageError, match=name + " was replaced, by functional_call for .* use backend ddp or horovod"):
+        run_ranks(called_with_other_weights, case)

@@ -7,7 +7,7 @@ it ``Replicas``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from itertools import count
 from weakref import ref
 
@@ -55,6 +55,9 @@ class Averaging(StepHook):
 
     def expect(self, last: bool) -> None:
         """Prepare for a forward and backward that end a window if ``last``. Some backends must know so early."""
+
+    def leave_to_script(self) -> None:
+        """Average no gradients of backwards that are not between ``begin`` and ``end``: the script does. Collective."""
 
     def begin(self, losses: Losses, windows: list[Window], last: bool) -> None:
         """Prepare for the backward of these losses, which ends the windows if ``last``: then this is collective.
@@ -235,11 +238,8 @@ class GradientAveraging(Averaging):
         self._latest = windows
         if tuple(windows) in self._known:
             return
-        if self._backend.expect_gradients({p for window in windows for p in window.trained}):
-            for group in dict.fromkeys(self._finishers.values()):
-                self._watch([p for p, finish in self._finishers.items() if finish is group])
-            self._follow()
-            self._latest = windows
+        self._expect_gradients({p for window in windows for p in window.trained})
+        self._latest = windows
         self._known.add(tuple(windows))
         finishers = {finish for window in windows for finish in self._progress[window.reference].finishers}
         if not self._backend.matches_by_name:
@@ -247,6 +247,18 @@ class GradientAveraging(Averaging):
             alone = len(finishers) == 1 and not any(each.communicates for each in self._passes)
             for finish in finishers & self._reducers.keys():
                 self._reducers[finish].overlap &= alone
+
+    def _expect_gradients(self, parameters: Set[Parameter]) -> None:
+        """Have the core's buckets average from now on if the backend can't average those of these parameters alone."""
+        if self._backend.expect_gradients(parameters):
+            for group in dict.fromkeys(self._finishers.values()):
+                self._watch([p for p, finish in self._finishers.items() if finish is group])
+            self._follow()
+
+    def leave_to_script(self) -> None:
+        """Average no gradients of backwards that are not between ``begin`` and ``end``: the script does. Collective."""
+        self._expect_gradients(set())
+        self.expect(last=False)
 
     def expect(self, last: bool) -> None:
         """Let the next backward communicate if ``last``. Some backends need this before the forward."""

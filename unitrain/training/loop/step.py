@@ -299,8 +299,9 @@ class TrainingStep:
             raise UsageError(f"{call}, and {window.name} has no gradients that the script has set, on this rank.")
         self._check_settings(call)
         if self.averaging.in_step:
-            self._left_to_script = True
-            self.averaging.expect(last=False)
+            if not self._left_to_script:
+                self._left_to_script = True
+                self.averaging.leave_to_script()
             if (number := next(self._taken)) < _COMPARED or number % _INTERVAL == 0:
                 local = [p for p in window.trained if not self._ranks.sharding.is_sharded(p)]
                 # NaN stands for none, which optimizers treat in another way than zeros.
@@ -396,12 +397,12 @@ class TrainingStep:
         Without a loader, the micro-batches of ``window`` are counted. Where a script averages gradients, only those of
         ``backward`` are averaged, and the averaging learns of it after the forward.
         """
-        if self.averaging.in_step and not self._left_to_script:
+        if self.averaging.in_step:
             following = self.batches.following
             if following is not None:
-                self.averaging.expect(following.last)
+                self.averaging.expect(following.last and not self._left_to_script)
             elif window is not None and self.batches.micro_batch is None:
-                self.averaging.expect(window.micro_batches + 1 >= self._accumulate)
+                self.averaging.expect(not self._left_to_script and window.micro_batches + 1 >= self._accumulate)
 
     def remember_gradients(self) -> None:
         """Notice changes that the script makes to gradients before ``update``."""
