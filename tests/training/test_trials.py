@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,27 +160,149 @@ def prune_alone() -> None:
                 pass
 
 
-def test_a_rank_that_prunes_a_trial_alone_is_named() -> None:
-    with pytest.raises(Exception, match=r"rank 0 .*in trial\('b', seed=\d+\) after step 0.*rank 1 .*must make the same"):
-        run_ranks(prune_alone)
+def test_a_rank_that_prunes_a_trial_alone_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Exception, match="rank"):
+        run_ranks(prune_alone, fresh=True)
+    said = capfd.readouterr().out
+    assert re.search(r"rank 0 .* is in trial\('b', seed=\d+\) after step 0.* rank 1 is in step .* the same calls", said)
 
 
-def signalled(folder: Path) -> None:
+def signalled(folder: Path, stopped_at: int) -> list[Any]:
+    """Train two folds, and keep their scores outside. A signal stops the second one, or the training after it."""
+    state: dict[str, Any] = {"scores": []}
     with start("ddp") as strategy:
-        state = {"folds": 0}
-        outer = strategy.checkpoint(folder / "all", state=state)
-        outer.resume()
-        for number in range(state["folds"], 2):
-            with strategy.trial(str(number)):
-                at = {(1, 4): lambda: os.kill(os.getpid(), signal.SIGTERM)}
-                fold(strategy, number, folder if number else None, at)
-            state["folds"] += 1
-            outer.save()
+
+        def stop() -> None:
+            if strategy.is_main:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with suppress(Stopped):
+            model, optimizer = made(strategy)
+            outer = strategy.checkpoint(folder / "all", state=state, model=model, optimizer=optimizer)
+            outer.resume()
+            for number in range(len(state["scores"]), 2):
+                with strategy.trial(f"fold-{number}"):
+                    state["scores"].append(fold(strategy, number, folder, {(1, stopped_at): stop}))
+                outer.save()
+            for step in range(9):
+                if step == 3:
+                    stop()
+                strategy.step(loss_of(model, DATA[:4]), optimizer)
+        return state["scores"]
 
 
-def test_a_signal_saves_the_checkpoint_of_the_trial(tmp_path: Path) -> None:
-    pass
+def test_signals_save_the_checkpoint_of_the_trial_and_after_it_that_of_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = folds("single", [0, 1])
+    for stopped_at, done, where in (
+        (4, 1, "[4-6] of trial 'fold-1' and saved in \\S+/1/step-"),
+        (-1, 2, "[4-7] and saved in \\S+/all/"),
+    ):
+        for scores in run_ranks(signalled, tmp_path, stopped_at):
+            torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected[:done]), rtol=0, atol=1e-9)
+        said = capfd.readouterr().out
+        assert re.search(f"stopped by SIGTERM after step {where}", said), said
 
 
-def test_what_is_begun_outside_is_not_used_within() -> None:
-    pass
+def test_what_is_begun_outside_is_not_used_within(tmp_path: Path) -> None:
+    with start() as strategy:
+        model, optimizer = made(strategy)
+        loader = strategy.dataloader(DATA, global_batch_size=8)
+        outer = strategy.checkpoint(tmp_path, model=model, optimizer=optimizer, loader=loader)
+        for batch in loader:
+            with pytest.raises(UsageError, match=r"trial 'a' was begun within a loop over a loader.*begin it after"):
+                strategy.trial("a").__enter__()
+            strategy.step(loss_of(model, batch), optimizer)
+        for wrong in ("", 3), ("a", -1), ("a", 2**32):
+            with pytest.raises(UsageError, match="a trial has a name, and a seed from 0 to 4294967295"):
+                strategy.trial(*wrong).__enter__()
+        with strategy.trial("a", seed=7) as trial:
+            assert (trial.name, trial.seed, strategy.config.seed, strategy.global_step) == ("a", 7, 7, 0)
+            for call in outer.save, outer.resume, outer.close:
+                with pytest.raises(UsageError, match=rf"{call.__name__}\(\) was called within a trial"):
+                    call()
+            with pytest.raises(
+                UsageError, match=r"a loader was made outside of all trials, at \S+:\d+, and is trained on in"
+            ):
+                next(iter(loader))
+            with strategy.evaluation(model):
+                assert len(list(loader)) == 3
+            with pytest.raises(UsageError, match="within trial 'a': leave it first"):
+                strategy.close()
+            with strategy.trial("b") as inner:
+                assert inner.name == "a/b"
+                theirs, steps = made(strategy)
+                for batch in iter(made_in := strategy.dataloader(DATA, global_batch_size=8)):
+                    strategy.backward(loss_of(theirs, batch))  # for this optimizer only
+                    strategy.update(steps)
+                left_open = iter(strategy.dataloader(DATA, global_batch_size=8))
+                strategy.step(loss_of(theirs, next(left_open)), steps)
+                assert strategy.global_step == 4
+            assert strategy.global_step == 0
+        with pytest.raises(UsageError, match="made in trial 'a/b', at .* outside of all trials"):
+            next(iter(made_in))
+        strategy.export(theirs)
+        assert strategy.global_step == 3
+        for batch in loader:
+            strategy.step(loss_of(model, batch), optimizer)
+        outer.save()
+        with pytest.raises(UsageError, match="to that of a trial that has ended"):
+            strategy.step(loss_of(theirs, DATA), steps)
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-0000000006"}
+
+
+class Counts(unitrain.Feature):
+    name = "counts"
+
+    def __init__(self) -> None:
+        self.steps, self.said = 0, ""
+
+    def after_update(self, optimizer: Any, parameters: Any, stepped: bool) -> None:
+        self.steps += 1
+
+    def forbids(self, norm: float) -> bool:
+        return self.steps > 5
+
+    def at_end(self) -> None:
+        self.said += "end "
+
+    def at_close(self) -> None:
+        self.said += "close "
+
+
+def test_features_that_a_trial_adds_end_with_it_and_others_go_on() -> None:
+    with start(on_spike="skip") as strategy:
+        outer = strategy.add(Counts())
+        for name in ("a", "b"):
+            with suppress(Pruned), strategy.trial(name):
+                inner = Counts()
+                inner.name = "others"
+                strategy.add(inner)
+                model, optimizer = made(strategy)
+                assert [strategy.step(loss_of(model, DATA), optimizer).skipped for _ in range(3)] == [False] * 3
+                norms = strategy._sockets.states.collect()["spikes"]["norms"]
+                assert (outer.steps, inner.steps, len(norms)) == (3 if name == "a" else 6, 3, 3)
+                if name == "b":
+                    raise Pruned
+            assert inner.said == ("end close " if name == "a" else "close ")
+            assert strategy._sockets.states.collect().keys() == {"spikes", "counts"}
+            assert strategy._sockets.states.collect()["spikes"]["norms"] == []
+    assert outer.said == "end close "
+
+
+def test_rounds_of_local_sgd_end_with_a_trial() -> None:
+    run_ranks(rounds)
+
+
+def rounds() -> None:
+    with start("ddp", local_sgd={"steps": 4}) as strategy:
+        results = []
+        for name in ("a", "b", "a"):
+            with strategy.trial(name):
+                model, optimizer = made(strategy)
+                for _ in range(6):
+                    strategy.step(loss_of(model, DATA[strategy.rank :: 2]), optimizer)
+            strategy.check_in_sync(model)
+            results.append(model[0].weight.sum().item())
+        assert results[0] == results[2] != results[1]

@@ -69,7 +69,7 @@ class Trials:
         """
         if not name or not isinstance(name, str) or not 0 <= (seed or 0) < _SEEDS:
             raise UsageError(f"a trial has a name, and a seed from 0 to {_SEEDS - 1} or None, not {name!r} and {seed}.")
-        reads = any(not iteration.is_over for iteration in self.sockets.batches.trained)
+        reads = any(not iteration.is_over for iteration in self.sockets.batches.begun)
         if reads or self.step.within_window or not self.loop.is_training():
             raise UsageError(
                 f"trial {name!r} was begun within a loop over a loader, an accumulation window, or an evaluation, whose "

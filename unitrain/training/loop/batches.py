@@ -41,6 +41,7 @@ class OpenBatches:
         position: the progress of the training in its data: the number of samples that were trained on, on all ranks, or
             left out by the script, and ``ITERATION`` for each iteration. It only grows.
         between_epochs: whether a training iteration has ended, and the script may still evaluate or save after it.
+        begun: the latest iteration of each loader, in training mode.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class OpenBatches:
         self._open: deque[Entry] = deque()
         self._trained: Entry | None = None  # last
         self._ended: Iteration | None = None  # last
-        self._begun: WeakSet[Iteration] = WeakSet()
+        self.begun: WeakSet[Iteration] = WeakSet()
         self._awaited: Entry | None = None  # was open when a loop over a loader had ended
         self._left_out = False  # whether that one was closed without a backward
         self._uneven = False  # whether the losses of some that are open may weigh differently
@@ -80,7 +81,7 @@ class OpenBatches:
     @property
     def trained(self) -> list[Iteration]:
         """The latest iteration of each loader, if it was trained on."""
-        return [iteration for iteration in self._begun if iteration.trained]
+        return [iteration for iteration in self.begun if iteration.trained]
 
     @property
     def last_is_open(self) -> bool:
@@ -101,7 +102,7 @@ class OpenBatches:
         Args:
             iteration: the new iteration.
         """
-        self._begun.add(iteration)
+        self.begun.add(iteration)
         # One entry for each open batch of the earlier iteration.
         untrained = [past for _, past in self._open if past.loader is iteration.loader and not past.trained]
         if len(untrained) > 1:
