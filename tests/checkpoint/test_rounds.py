@@ -24,7 +24,6 @@ import unitrain
 from unitrain import CheckpointError, Stopped, UsageError
 from unitrain.errors import UnitrainError
 from unitrain.job.watch.boundaries import Boundaries
-from unitrain.job.watch.messages import BoundaryRequest
 from unitrain.job.watch.stopping import RAISE_ERROR, SIGNAL, Stopping
 from unitrain.pulse import Pulse
 
@@ -51,9 +50,10 @@ def plain(kind: str) -> Tensor:
             model, optimizer = made(number)
         elif kind == "whole":
             labels = (TARGETS + model(INPUTS).detach()) / 2
-        for _, indices in itertools.product(range(EPOCHS), torch.tensor(pool).split(BATCH)):
+        for _, indices in itertools.product(range(EPOCHS), torch.split(torch.tensor(pool), BATCH)):
             optimizer.zero_grad()
-            mse_loss(model(INPUTS[indices]), labels[indices]).backward()
+            loss: Any = mse_loss(model(INPUTS[indices]), labels[indices])
+            loss.backward()
             optimizer.step()
         if kind == "active":
             rest = [index for index in range(len(INPUTS)) if index not in pool]
@@ -140,11 +140,13 @@ def train(folder: Path, backend: str, kind: str, fault: Fault | None = None) -> 
 @pytest.mark.parametrize(
     ("kind", "backend", "seed"),
     [
-        *(("active", "ddp", seed) for seed in range(3)),
-        *(("self", "ddp", seed) for seed in range(2)),
-        *(("whole", "ddp", seed) for seed in range(2)),
+        ("active", "ddp", 0),
+        ("active", "ddp", 1),
+        ("self", "ddp", 0),
+        ("whole", "ddp", 1),
         ("active", "horovod", 3),
         ("whole", "fsdp", 2),
+        *(pytest.param(kind, "ddp", 7, marks=pytest.mark.all("other moments")) for kind in ("active", "self", "whole")),
     ],
 )
 def test_rounds_disturbed_at_random_moments_end_with_the_weights_of_a_plain_loop(
@@ -157,3 +159,181 @@ def test_rounds_disturbed_at_random_moments_end_with_the_weights_of_a_plain_loop
             run_ranks(train, tmp_path, backend, kind, fault, nprocs=nprocs)
     for weights in run_ranks(train, tmp_path, backend, kind, nprocs=2 if backend == "ddp" else 1):
         torch.testing.assert_close(weights, plain(kind), rtol=0, atol=1e-9)
+
+
+# ------------------------------------------------------------------------------------------- a resume in two stages
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[tuple[unitrain.Strategy, Path, Tensor]]:
+    """Yield a strategy, the folder of a checkpoint of three objects, and the random number that follows it."""
+    with unitrain.init(backend="single", precision="fp64") as strategy:
+        model, optimizer = made(0)
+        checkpoint = strategy.checkpoint(tmp_path, state={"round": 3}, model=model, optimizer=optimizer)
+        checkpoint.save()
+        following = torch.rand(1)
+        checkpoint.close()
+        yield strategy, tmp_path, following
+
+
+def test_objects_are_loaded_when_they_are_added(
+    saved: tuple[unitrain.Strategy, Path, Tensor], capfd: pytest.CaptureFixture[str]
+) -> None:
+    strategy, folder, following = saved
+    state: dict[str, int] = {}
+    checkpoint = strategy.checkpoint(folder, state=state)
+    assert checkpoint.resume()
+    assert state == {"round": 3}
+    model, optimizer = strategy.prepare(*made(1))
+    optimizer.param_groups[0]["lr"] = 0.9
+    checkpoint.add(model=model)
+    checkpoint.add(optimizer=optimizer)
+    assert torch.equal(torch.rand(1), following), "making a model draws random numbers"
+    assert torch.equal(next(model.parameters()), next(made(0)[0].parameters()))
+    place = f"unitrain: resumed after step 0, from {folder}/step-0000000000"
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:3] == [
+        f"{place}; checkpoint.add loads model, optimizer",
+        f"{place}: model; checkpoint.add loads optimizer",
+        f"{place}: optimizer",
+    ]
+    assert "optimizer's lr is 0.05, not 0.9" in lines[3]
+    strategy.step(model(INPUTS).sum(), optimizer)
+    old = weakref.ref(model)
+    checkpoint.add(model=made(2)[0])
+    del model, optimizer
+    checkpoint.remove("optimizer")
+    gc.collect()
+    assert old() is None
+    checkpoint.save()
+    checkpoint.wait()
+    assert sorted(path.name for path in folder.glob("step-0000000001/*.pt")) == ["_run.pt", "model.pt", "state.pt"]
+
+
+def test_a_wrong_name_or_shape_is_one_error_and_nothing_is_loaded(
+    saved: tuple[unitrain.Strategy, Path, Tensor],
+) -> None:
+    strategy, folder, _ = saved
+    checkpoint = strategy.checkpoint(folder, state={})
+    checkpoint.resume()
+    model, optimizer = made(1)
+    weights = next(model.parameters()).clone()
+    with pytest.raises(
+        CheckpointError, match="contains model, optimizer, state, but this run has modle, optimizer, state"
+    ):
+        checkpoint.add(modle=model, optimizer=optimizer)
+    checkpoint.remove("modle")
+    with pytest.raises(CheckpointError, match=r"0\.weight is \(8, 3\) float64 in the checkpoint, but \(9, 3\) float32"):
+        checkpoint.add(model=nn.Sequential(nn.Linear(3, 9)), optimizer=optimizer)
+    assert not optimizer.state
+    assert torch.equal(weights, next(model.parameters()))
+    checkpoint.add(model=model, optimizer=optimizer)
+    assert not torch.equal(weights, next(model.parameters()))
+    with pytest.raises(UsageError, match="there is no 'modle', but model, optimizer, state"):
+        checkpoint.remove("modle")
+
+
+def test_a_state_that_nobody_takes_is_an_error(saved: tuple[unitrain.Strategy, Path, Tensor]) -> None:
+    strategy, folder, _ = saved
+    checkpoint = strategy.checkpoint(folder, state={}, partial=True)
+    checkpoint.resume()
+    model, optimizer = strategy.prepare(*made(1))
+    weights = next(model.parameters()).clone()
+    said = r"no object has taken its states of model, optimizer: pass .* to checkpoint\.add\(model=model, optimizer=opt"
+    with pytest.raises(CheckpointError, match=said):
+        strategy.step(model(INPUTS).sum(), optimizer)
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.save()
+    assert torch.equal(weights, next(model.parameters()))
+    assert checkpoint.save_now() == f"{folder}/step-0000000000", "a signal before the second stage"
+    checkpoint.remove("model", "optimizer")
+    strategy.step(model(INPUTS).sum(), optimizer)
+    checkpoint.save()
+
+
+# -------------------------------------------------------------------------------------------- what waits for the end
+
+
+def test_saves_and_copies_wait_for_the_end_of_a_round(tmp_path: Path) -> None:
+    copies = {"every": 1, "folder": str(tmp_path / "memory")}
+    with unitrain.init(backend="single", precision="fp64", memory_copies=copies) as strategy:
+        model, optimizer = strategy.prepare(*made(0))
+        checkpoint = strategy.checkpoint(tmp_path / "run", model=model, optimizer=optimizer, background=False)
+
+        def written() -> list[list[str]]:
+            return [sorted(path.name for path in tmp_path.glob(name)) for name in ("run/step*", "memory/*/step*")]
+
+        with checkpoint.round():
+            for _ in range(2):
+                strategy.step(model(INPUTS).sum(), optimizer)
+                checkpoint.save(best=True)
+            assert written() == [[], []]
+            with pytest.raises(UsageError, match="within a round"), checkpoint.round():
+                pass
+        assert written() == [["step-0000000002"], ["step-0000000002.1"]]
+        with pytest.raises(UsageError, match=r"call checkpoint\.remove\('model'\) within the round"):
+            checkpoint.add(model=model)
+        with pytest.raises(UsageError, match="within an accumulation window"), checkpoint.round():
+            strategy.backward(model(INPUTS).sum(), sync=False)
+
+
+class Alone:
+    """The stops of a single process."""
+
+    def __init__(self) -> None:
+        self.boundaries = Boundaries(pulse := Pulse())
+        self.stopping = Stopping(self.boundaries, pulse, None, is_main=True)
+        self.calls: list[int | str] = []
+        self.stopping.add_action("feature", self.calls.append)
+
+    def round(self, *kinds: str, error: Exception | None = None) -> None:
+        """Run a round, within which there are requests and boundaries."""
+        with self.stopping.round(lambda: self.calls.append("end")):
+            for kind in kinds:
+                self.stopping.request(kind, signal.SIGTERM)
+                self.boundaries.held_at -= 34
+                for _ in range(3):
+                    self.stopping.pass_boundary()
+            if error is not None:
+                raise error
+
+    def wait(self) -> None:
+        raise CheckpointError("the disk is full")
+
+    def save_now(self) -> str:
+        self.calls.append("save")
+        return "there"
+
+
+def test_a_signal_waits_for_the_end_of_a_round_and_says_how_long(capfd: pytest.CaptureFixture[str]) -> None:
+    alone = Alone()
+    alone.stopping.checkpoint = alone
+    alone.round()
+    with pytest.raises(Stopped) as stopped:
+        alone.round(SIGNAL, "feature")
+    assert (stopped.value.code, alone.calls) == (143, ["end", signal.SIGTERM, "end", "save"])
+    alone.stopping.round_began = time.monotonic() - 7  # as a thread sees it that receives the signal
+    alone.stopping._receive(signal.SIGTERM)
+    assert capfd.readouterr().out.splitlines() == [
+        "unitrain: the request to stop has waited 34 s for the end of the round.",
+        "unitrain: stopped by SIGTERM after step 0 and saved in there.",
+        "unitrain: SIGTERM waits for the end of a round, which is saved whole or not at all. It began 7 s ago, and the "
+        "last one took 0 s. A second signal ends the run at once, and the round is repeated when it is resumed.",
+    ]
+
+
+def test_a_signal_within_a_round_that_fails_acts_at_the_next_boundary() -> None:
+    alone = Alone()
+    with pytest.raises(ValueError, match="of the script"):
+        alone.round(SIGNAL, error=ValueError("an error of the script"))
+    assert not alone.calls
+    with pytest.raises(Stopped):
+        alone.stopping.pass_boundary()
+
+
+def test_a_checkpoint_that_could_not_be_written_ends_the_run_within_a_round() -> None:
+    alone = Alone()
+    alone.stopping.checkpoint = alone
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        alone.round(RAISE_ERROR)
+    assert not alone.calls

@@ -88,6 +88,7 @@ class Checkpoint:
         self._epoch_end = EpochEnd(contents, step)
         self._waiting: WaitingStates | None = None
         self._hooks: list[CheckpointHook] = []
+        self._round_ended_at: int | None = None  # after which step the last one has ended
         self._deferred: list[bool] = []  # the saves within a round: whether each is the best
         self.closed: bool = False
         self._trial = ranks.collectives.pulse.trial
@@ -162,6 +163,8 @@ class Checkpoint:
             ...         train_and_collect(state)
             ...         state["round"] += 1
         """
+        if self._stopping.round_began is not None:
+            raise UsageError("checkpoint.round() was called within a round: rounds follow one another.")
         self._deferred = []
         return self._stopping.round(self._end_round)
 
@@ -169,6 +172,7 @@ class Checkpoint:
         if self._step.within_window:  # as in save
             raise UsageError("checkpoint.round() ended within an accumulation window: end it after a whole step.")
         self._epoch_end.at_round_end()
+        self._round_ended_at = self._step.global_step
         if self._deferred:
             self._save(best=any(self._deferred))
         for reached in self._step.hooks.at_boundary:
@@ -315,10 +319,17 @@ class Checkpoint:
             **objects: as of ``strategy.checkpoint``.
 
         Raises:
-            UsageError: an object has no state.
+            UsageError: an object has no state; or it replaces another since the end of a ``round``, from where a
+                resumed run would give the state of that one to this one.
             CheckpointError: while states wait, one of a name that was not saved was added; or a state does not fit its
-                object. On every rank, with nothing changed.
+                object. On every rank, with nothing loaded.
         """
+        stale = sorted(objects.keys() & self.contents.objects.keys())
+        if stale and self._step.global_step == self._round_ended_at:
+            raise UsageError(
+                f"checkpoint.add got another {stale[0]}, and a run that is resumed from the end of the last round "
+                f"would load the old one's state into it: call checkpoint.remove({stale[0]!r}) within the round."
+            )
         self._change({**self.contents.objects, **objects})
 
     def remove(self, *names: str) -> None:
@@ -341,17 +352,15 @@ class Checkpoint:
         """Save other objects from now on, and load the states that wait for them. Collective."""
         contents, waiting = self.contents, self._waiting
         with self._communicator.collectives.pulse.within("checkpoint.add"), self._prepared.training_weights():
-            before = contents.objects
             contents.replace(objects)
-            misfit = "" if waiting is None else self._misfit(waiting.view, **waiting.options)
-            if misfit:
-                contents.replace(before)
+            if waiting is not None and (misfit := self._misfit(waiting.view, **waiting.options)):
                 raise CheckpointError(misfit)
             self._epoch_end.forget()
             for hook in self._hooks:
                 hook.changed()
             if waiting is not None:
-                self._load(waiting, f": {', '.join(sorted(waiting.names & objects.keys()))}", tells=True)
+                taken = ", ".join(sorted(waiting.names & objects.keys()))
+                self._load(waiting, f": {taken}" if taken else "", tells=True)
 
     def _load(self, waiting: WaitingStates, place: str, *, tells: bool) -> None:
         """Load the states that there are objects for; the others wait. Collective.

@@ -6,11 +6,8 @@ loader, model or optimizer. It resumes first, and adds these objects then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
-
-from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from unitrain.checkpoint.sharded.loading import CheckpointView
 from unitrain.errors import CheckpointError
@@ -19,7 +16,7 @@ from unitrain.training.hooks import StepHook
 
 @dataclass(eq=False)
 class WaitingStates(StepHook):
-    """The states in a checkpoint that no object has taken yet. A step is an error until then.
+    """The states in a checkpoint that no object has taken yet. A backward is an error until then.
 
     Attributes:
         view: the checkpoint, which is open.
@@ -32,7 +29,7 @@ class WaitingStates(StepHook):
     options: dict[str, bool]
     place = 0
 
-    def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
+    def before_call(self, call: str) -> None:
         """Refuse to train with what the script has made in place of what was saved."""
         self.refuse()
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard
 
-from unitrain.errors import UsageError
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.messages import BoundaryRequest, Message, RequestStop, Settled
 from unitrain.launch.local.toolchain import run_to_end
@@ -89,7 +88,7 @@ class Stopping:
         self._ends = {*self._actions}  # the kinds that end the run
         self.round_began: float | None = None
         self._lasted = ""  # the last one, for a message
-        self._delayed: BoundaryRequest | None = None  # waits for its end
+        self._delayed: tuple[BoundaryRequest, float] | None = None  # waits for its end, since when
 
     def add_action(self, kind: str, action: Callable[[int], None], *, ends: bool = False) -> None:
         """Add something that all ranks do at a boundary whenever it is requested.
@@ -147,12 +146,7 @@ class Stopping:
 
         Args:
             at_end: called there, before the boundary is passed; not after an error.
-
-        Raises:
-            UsageError: the block is within another.
         """
-        if self.round_began is not None:
-            raise UsageError("checkpoint.round() was called within a round: rounds follow one another.")
         began = self.round_began = time.monotonic()
         try:
             yield
@@ -160,14 +154,15 @@ class Stopping:
             self.round_began = None
             if self._delayed is not None:
                 # The ranks have agreed on an earlier boundary. If the round has failed, the next one will do.
-                self._boundaries.held = True
-                self._boundaries.agree(self._pulse.boundary + 1, self._delayed)
-                self._delayed = None
+                (request, held_at), self._delayed = self._delayed, None
+                self._boundaries.agree(self._boundaries.hold(), request)
+                self._boundaries.held_at = held_at
         at_end()
         now = time.monotonic()
         self._lasted = f", and the last one took {now - began:.0f} s"
         if self._boundaries.held and self._is_main:
-            print_stdout(f"unitrain: the end of the round has come {now - self._boundaries.held_at:.0f} s later.")
+            waited = now - self._boundaries.held_at
+            print_stdout(f"unitrain: the request to stop has waited {waited:.0f} s for the end of the round.")
         self.pass_boundary()
 
     def _receive(self, number: int) -> None:
@@ -187,7 +182,7 @@ class Stopping:
         if request is None:
             return
         if self.round_began is not None and request.kind in self._ends - {RAISE_ERROR}:
-            self._delayed = request
+            self._delayed = request, self._boundaries.held_at
             return
         try:
             if request.kind in self._actions:
