@@ -15,7 +15,7 @@ ROUNDS, ASKED = 2, 5
 def train(strategy: Any) -> list[Any]:
     samples = data(6)
     everything = strategy.dataloader(samples, global_batch_size=BATCH)
-    state = {"round": 0, "labelled": [0, 1, 2, 3]}
+    state: dict[str, Any] = {"round": 0, "labelled": [0, 1, 2, 3]}
     checkpoint = strategy.checkpoint("runs/active", state=state, partial=True)
     checkpoint.resume()
     while state["round"] < ROUNDS:

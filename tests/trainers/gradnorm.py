@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 def train(strategy: Any) -> list[Any]:
     loader = strategy.dataloader(data(6), global_batch_size=BATCH)
     model = net(6, 5, 4)
-    shared, weights, first = model[0].weight, torch.ones(2, dtype=torch.float64, requires_grad=True), None
     model, optimizer = strategy.prepare(model, sgd(model))
+    shared, weights, first = next(model.parameters()), torch.ones(2, dtype=torch.float64, requires_grad=True), None
     for _ in loader.epochs(3):
         for inputs, labels in loader:
             outputs = model(inputs)

@@ -26,13 +26,14 @@ def train(strategy: Any) -> list[Any]:
     model = net(6, 5, 4)
     model, optimizer = strategy.prepare(model, sgd(model))
     parameters = list(model.parameters())
+    sizes = [p.numel() for p in parameters]
     for _ in loader.epochs(3):
         for inputs, labels in loader:
             outputs = model(inputs)
             losses = [cross_entropy(outputs[:, :3], labels), (outputs[:, 3] - inputs[:, 0]).square().mean()]
             gradients = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
             whole = without_conflicts([parameters_to_vector(strategy.average(each)) for each in gradients])
-            for p, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):
+            for p, part in zip(parameters, torch.split(whole, sizes), strict=True):
                 p.grad = part.view_as(p)
             strategy.update(optimizer)
     return [model]

@@ -31,7 +31,7 @@ def train(strategy: Any) -> list[Any]:
                 inner = SGD(learner.parameters(), lr=0.1)
                 for _ in range(3):
                     inner.zero_grad()
-                    mse_loss(learner(x), y).backward()
+                    torch.autograd.backward(mse_loss(learner(x), y))
                     inner.step()
                 for move, p, q in zip(moves, model.parameters(), learner.parameters(), strict=True):
                     move += (p - q).detach() / len(batch[0])

@@ -15,7 +15,7 @@ ROUNDS, LABELLED = 2, 7
 def train(strategy: Any) -> list[Any]:
     inputs, labels = data(6).tensors
     rest = strategy.dataloader(inputs[LABELLED:], global_batch_size=BATCH)
-    state = {
+    state: dict[str, Any] = {
         "round": 0,
         "chosen": torch.arange(ROWS) < LABELLED,
         "labels": labels.where(torch.arange(ROWS) < LABELLED, 0),

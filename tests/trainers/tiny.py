@@ -61,7 +61,7 @@ class Plain:
     def backward(self, loss: Tensor, optimizer: Any) -> None:
         optimizer.zero_grad()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        loss.backward(inputs=[p for p in parameters if p.requires_grad])
+        torch.autograd.backward(loss, inputs=[p for p in parameters if p.requires_grad])
 
     def average(self, gradients: Any) -> Any:
         return gradients
@@ -114,7 +114,7 @@ class Batches:
         """Return rows of a dataset, or of a Subset, which takes no tensor."""
         dataset = self.dataset
         if isinstance(dataset, Subset):
-            dataset, indices = dataset.dataset, torch.tensor(dataset.indices)[indices]
+            indices, dataset = torch.tensor(dataset.indices)[indices], dataset.dataset
         return dataset[indices] if isinstance(dataset, Tensor) else list(dataset[indices])
 
 
