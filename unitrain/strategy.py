@@ -47,7 +47,7 @@ from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
-from unitrain.training.trial import Trial, Trials
+from unitrain.training.trial import Trial, Trials, give
 from unitrain.training.weighted_means import WeightedMeans
 from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights, Weight
 
@@ -120,7 +120,7 @@ class Strategy:
         )
         self._checkpoint: Checkpoint | None = None
         self._trials = Trials(sockets, self._step, self._loop, self._preparation, self._job.compare)
-        self._ended: list[tuple[Trial, Checkpoint | None]] = []  # trials, with what is to be closed
+        self._ended: list[tuple[Trial, Checkpoint]] = []  # trials, and checkpoints to be closed
         atexit.register(self._close_at_exit)
 
     def _add_features(self) -> None:
@@ -670,29 +670,18 @@ class Strategy:
         """
         trial = self._trials.begin(name, seed)
         self._tidy_up()
-        outer, config = self._checkpoint, self.config
-        if outer is not None and not outer.closed:
-            outer.wait()
-        try:
-            with self._trials.within(trial):
-                self._checkpoint, self.config = None, self._sockets.config
-                yield trial
-        finally:
-            self._ended.append((trial, self._checkpoint))
-            self._checkpoint, self.config = outer, config
+        with self._trials.within(trial) as stack:
+            give(stack, self, config=self._sockets.config, _checkpoint=None)
+            stack.callback(lambda: self._ended.extend([(trial, self._checkpoint)] if self._checkpoint else []))
+            yield trial
         self._tidy_up()
 
     def _tidy_up(self) -> None:
         """Close the checkpoints of trials that have ended, and forget what was prepared in them. Collective."""
         while self._ended:
-            trial, checkpoint = self._ended.pop()
-            if checkpoint is not None:
-                with self._trials.outside(trial):
-                    checkpoint.close()
-            del checkpoint  # it has the models
+            with self._trials.outside(self._ended[-1][0]):
+                self._ended.pop()[1].close()
         self._step.windows.forget_dropped()
-        if self._job.watch is not None and self._checkpoint is not None:
-            self._job.watch.before_restart(self._checkpoint.folder.release)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the original module of a prepared or compiled one."""

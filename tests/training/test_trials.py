@@ -22,10 +22,14 @@ from unitrain import Stopped, UsageError
 from unitrain.features.ema import EMA
 
 DATA = torch.randn(24, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+OTHERS = [
+    pytest.param("horovod", marks=[HOROVOD, pytest.mark.all("another backend")]),
+    pytest.param("fsdp", marks=[FSDP, pytest.mark.all("another backend")]),
+]
 BACKENDS = ["ddp", pytest.param("horovod", marks=HOROVOD), pytest.param("fsdp", marks=FSDP)]
 
 
-class Pruned(Exception):
+class PrunedError(Exception):
     pass
 
 
@@ -39,7 +43,7 @@ def made(strategy: unitrain.Strategy) -> tuple[Any, Any]:
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return (model(batch) - batch.sum(1, keepdim=True).sin()).square().mean()
+    return torch.nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True).sin())
 
 
 def fold(strategy: unitrain.Strategy, number: int, folder: Path | None, at: dict[tuple[int, int], Any]) -> list[float]:
@@ -90,9 +94,9 @@ def killed(backend: str, folder: Path) -> None:
     folds(backend, [0, 1, 2], folder, {(1, 6): lambda: os.kill(os.getpid(), signal.SIGKILL)})
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["ddp", *OTHERS])
 def test_folds_that_are_killed_go_on_on_another_number_of_ranks(backend: str, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="SIGKILL|signal 9"):
+    with pytest.raises(Exception, match=r"SIGKILL|signal 9"):
         run_ranks(killed, backend, tmp_path)
     expected = torch.tensor(folds("single", [0, 1, 2]))
     for resumed in run_ranks(folds, backend, [0, 1, 2], tmp_path, nprocs=3):
@@ -121,10 +125,10 @@ def test_memory_is_free_after_a_trial(backend: str, tmp_path: Path) -> None:
         checkpoint = strategy.checkpoint(tmp_path / str(len(results)), model=model, partial=True)
         for number, batch in enumerate(loader):
             if number == pruned_at:
-                raise Pruned
+                raise PrunedError
             strategy.backward(loss_of(model, batch), optimizer)
             if number == pruned_at - 1:
-                raise Pruned
+                raise PrunedError
             strategy.update(optimizer)
         checkpoint.save()
         return torch.cat([strategy.full_tensor(p.detach()).flatten() for p in model.parameters()]).tolist()
@@ -136,7 +140,7 @@ def test_memory_is_free_after_a_trial(backend: str, tmp_path: Path) -> None:
             try:
                 with strategy.trial("a"):
                     results.append(train(strategy, pruned_at))
-            except Pruned:
+            except PrunedError:
                 results.append([])
                 continue
             gc.collect()
@@ -154,9 +158,9 @@ def prune_alone() -> None:
                     model, optimizer = made(strategy)
                     for batch in strategy.dataloader(DATA, global_batch_size=8):
                         if strategy.is_main:
-                            raise Pruned
+                            raise PrunedError
                         strategy.step(loss_of(model, batch), optimizer)
-            except Pruned:
+            except PrunedError:
                 pass
 
 
@@ -167,9 +171,9 @@ def test_a_rank_that_prunes_a_trial_alone_is_named(capfd: pytest.CaptureFixture[
     assert re.search(r"rank 0 .* is in trial\('b', seed=\d+\) after step 0.* rank 1 is in step .* the same calls", said)
 
 
-def signalled(folder: Path, stopped_at: int) -> list[Any]:
+def signalled(folder: Path, stopped_at: int) -> list[list[float]]:
     """Train two folds, and keep their scores outside. A signal stops the second one, or the training after it."""
-    state: dict[str, Any] = {"scores": []}
+    state: dict[str, list[list[float]]] = {"scores": []}
     with start("ddp") as strategy:
 
         def stop() -> None:
@@ -214,17 +218,12 @@ def test_what_is_begun_outside_is_not_used_within(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match=r"trial 'a' was begun within a loop over a loader.*begin it after"):
                 strategy.trial("a").__enter__()
             strategy.step(loss_of(model, batch), optimizer)
-        for wrong in ("", 3), ("a", -1), ("a", 2**32):
-            with pytest.raises(UsageError, match="a trial has a name, and a seed from 0 to 4294967295"):
-                strategy.trial(*wrong).__enter__()
         with strategy.trial("a", seed=7) as trial:
             assert (trial.name, trial.seed, strategy.config.seed, strategy.global_step) == ("a", 7, 7, 0)
             for call in outer.save, outer.resume, outer.close:
                 with pytest.raises(UsageError, match=rf"{call.__name__}\(\) was called within a trial"):
                     call()
-            with pytest.raises(
-                UsageError, match=r"a loader was made outside of all trials, at \S+:\d+, and is trained on in"
-            ):
+            with pytest.raises(UsageError, match=r"the loader that was made at \S+:\d+ belongs to another"):
                 next(iter(loader))
             with strategy.evaluation(model):
                 assert len(list(loader)) == 3
@@ -240,14 +239,14 @@ def test_what_is_begun_outside_is_not_used_within(tmp_path: Path) -> None:
                 strategy.step(loss_of(theirs, next(left_open)), steps)
                 assert strategy.global_step == 4
             assert strategy.global_step == 0
-        with pytest.raises(UsageError, match="made in trial 'a/b', at .* outside of all trials"):
+        with pytest.raises(UsageError, match="belongs to another trial"):
             next(iter(made_in))
         strategy.export(theirs)
         assert strategy.global_step == 3
         for batch in loader:
             strategy.step(loss_of(model, batch), optimizer)
         outer.save()
-        with pytest.raises(UsageError, match="to that of a trial that has ended"):
+        with pytest.raises(UsageError, match="Modules of a trial are forgotten at its end"):
             strategy.step(loss_of(theirs, DATA), steps)
     assert {path.name for path in tmp_path.glob("step-*")} == {"step-0000000006"}
 
@@ -275,7 +274,7 @@ def test_features_that_a_trial_adds_end_with_it_and_others_go_on() -> None:
     with start(on_spike="skip") as strategy:
         outer = strategy.add(Counts())
         for name in ("a", "b"):
-            with suppress(Pruned), strategy.trial(name):
+            with suppress(PrunedError), strategy.trial(name):
                 inner = Counts()
                 inner.name = "others"
                 strategy.add(inner)
@@ -284,7 +283,7 @@ def test_features_that_a_trial_adds_end_with_it_and_others_go_on() -> None:
                 norms = strategy._sockets.states.collect()["spikes"]["norms"]
                 assert (outer.steps, inner.steps, len(norms)) == (3 if name == "a" else 6, 3, 3)
                 if name == "b":
-                    raise Pruned
+                    raise PrunedError
             assert inner.said == ("end close " if name == "a" else "close ")
             assert strategy._sockets.states.collect().keys() == {"spikes", "counts"}
             assert strategy._sockets.states.collect()["spikes"]["norms"] == []

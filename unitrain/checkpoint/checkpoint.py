@@ -487,10 +487,7 @@ class Checkpoint:
     def _check_trial(self, call: str) -> None:
         """Raise UsageError in another trial than the one that this was opened in: steps and objects are others."""
         if self._communicator.collectives.pulse.trial != self._trial:
-            raise UsageError(
-                f"{call}() was called within a trial for a checkpoint that was opened outside of it, or after the trial "
-                "that it was opened in: open one in the trial, and save the others between trials."
-            )
+            raise UsageError(f"{call}() was called within a trial, on a checkpoint from outside of it: open one in it.")
 
     def abandon(self) -> None:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""

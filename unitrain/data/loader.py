@@ -222,10 +222,13 @@ class Loader:
             self.epoch = self._epoch + 1
         elif self._iteration is not None:
             self._drop(self._iteration)
-        # An evaluation in between does not show how the script counts.
         if self._loop.is_training():
-            self._check_trial()
-            self._tell_uncounted()
+            if self._communicator.collectives.pulse.trial != self._trial:
+                raise UsageError(
+                    f"the loader that was made at {self._made_at} belongs to another trial, or to none: its order "
+                    "would depend on what was trained before. Make a loader in each trial; one may evaluate for all."
+                )
+            self._tell_uncounted()  # not in an evaluation, which does not show how the script counts
         shares_order = self._source.readers(self._epoch) is None  # with all ranks
         if isinstance(self._source, MapStyle):
             self._given.held = len(self.dataset)
@@ -258,16 +261,6 @@ class Loader:
         if sampled and self._communicator.world_size > 1 and self._loop.is_training():
             self._check_same_order()  # not before the epoch, where one rank alone may look at a batch
         self.epoch = self._epoch + 1
-
-    def _check_trial(self) -> None:
-        """Raise UsageError in another trial than the one that this was made in: its epochs would go on from there."""
-        trial = self._communicator.collectives.pulse.trial
-        if trial != self._trial:
-            made, used = (f"in trial {name!r}" if name else "outside of all trials" for name in (self._trial, trial))
-            raise UsageError(
-                f"a loader was made {made}, at {self._made_at}, and is trained on {used}, where its order would depend "
-                "on what was trained before: make a loader in each trial. To evaluate, one loader may serve all trials."
-            )
 
     def _drop(self, iteration: Iteration) -> None:
         """Forget an iteration that was left before any of its batches was trained on: it does not count."""

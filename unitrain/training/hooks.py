@@ -74,10 +74,10 @@ class StepHook:
         """An evaluation begins."""
 
     def at_end(self) -> None:
-        """The run ends, without an error: the strategy is being closed."""
+        """The run ends, or the trial that this was added in, without an error."""
 
     def at_close(self) -> None:
-        """The strategy is being closed, after ``at_end`` or an error. Not collective: other ranks may have failed."""
+        """The run or the trial is over, after ``at_end`` or an error. Not collective: other ranks may have failed."""
 
     def at_folder(self, folder: str | Path) -> None:
         """The run writes results to this folder from now on: a path or a URL."""

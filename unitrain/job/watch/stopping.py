@@ -214,9 +214,8 @@ class Stopping:
             # preempts.
             requeues = number == signal.SIGUSR1 or (number == signal.SIGTERM and _is_preempted())
             requeued = _requeue() if requeues and resubmit is None else ""
-            print_stdout(
-                f"unitrain: stopped by {number.name} after step {self._pulse.step}{self._pulse.of_trial}{where}.{requeued}"
-            )
+            step = f"step {self._pulse.step}{self._pulse.of_trial}"
+            print_stdout(f"unitrain: stopped by {number.name} after {step}{where}.{requeued}")
         # submitit's handler requeues the job itself, so UniTrain must not do it as well.
         if resubmit is not None:
             try:

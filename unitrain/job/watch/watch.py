@@ -81,7 +81,7 @@ class Watch:
         self._answer: messages.Answer | messages.CallsAgree | None = None
         self._ending = False
         self._left = False
-        self._release: Callable[[], None] | None = None
+        self._releases: list[Callable[[], None]] = []
         # The thread that calls the library. Its stack has the line to report.
         self._script_thread = threading.get_ident()
         self._state, self._since, self._blocked_since = ("", 0, 0), 0.0, 0.0
@@ -149,7 +149,7 @@ class Watch:
             release: releases what the rank holds, such as the lock of a folder: the restarted process has the same id,
                 and may have another rank. It is called in the watch's thread.
         """
-        self._release = release
+        self._releases.append(release)
 
     def observe(self, observer: Observer | None) -> None:
         """Have heartbeats tell the memory that each process uses, and whether it loads data. Called on all ranks.
@@ -281,8 +281,8 @@ class Watch:
             self._verdict = verdict
             self._changed.notify_all()
         # Otherwise the process ends, and with it what it holds.
-        if self._release is not None and is_succeeded():
-            self._release()
+        for release in self._releases if is_succeeded() else ():
+            release()
         ending = self._ending
         # The stalled process may hold GPUs and ports. It does not end by itself, and its launcher may not notice.
         if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:

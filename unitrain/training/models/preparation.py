@@ -100,10 +100,7 @@ class Preparation:
     def _module(self, module: nn.Module, initialise: Initialise) -> nn.Module:
         """Place, change, compare and wrap a module, in this order. Return it, perhaps wrapped."""
         if module in self.prepared:
-            raise UsageError(
-                f"this {type(module).__name__} has already been prepared: prepare each module "
-                "once. For another trial, make a new one, and load the state dict of this one into it."
-            )
+            raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
         supported.check_module(module)
         if self.communicator.world_size > 1:
             supported.check_lookups(module)

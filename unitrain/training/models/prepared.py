@@ -171,9 +171,9 @@ class PreparedModules:
         if missing:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
             raise UsageError(
-                f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), or to "
-                "that of a trial that has ended, so each rank would train its own copy of them. Pass the module to "
-                "prepare(), before or with the optimizer, and make a new one for each trial."
+                f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), so "
+                "each rank would train its own copy of them. Pass the module to prepare(), before or with the "
+                "optimizer. Modules of a trial are forgotten at its end: make a new one, and load the state dict."
             )
 
     def check_modules(self) -> None:

@@ -91,8 +91,8 @@ class Windows:
         Args:
             modules_too: forget dropped modules even if no optimizer is gone.
         """
-        everywhere = zip(self, present(self._communicator, [window.reference for window in self]), strict=True)
-        optimizers = [None if window in self.ended else optimizer for window, optimizer in everywhere]
+        everywhere = present(self._communicator, [window.reference for window in self])
+        optimizers = [None if w in self.ended else optimizer for w, optimizer in zip(self, everywhere, strict=True)]
         self.ended = []
         gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
         for window in gone:
