@@ -229,7 +229,7 @@ def test_a_wrong_name_or_shape_is_one_error_and_nothing_is_loaded(
     assert torch.equal(weights, next(model.parameters()))
     checkpoint.add(model=model, optimizer=optimizer)
     assert not torch.equal(weights, next(model.parameters()))
-    with pytest.raises(UsageError, match="there is no 'modle', but model, optimizer, state"):
+    with pytest.raises(UsageError, match="there is no 'modle' beside model, optimizer, state"):
         checkpoint.remove("modle")
 
 
@@ -249,6 +249,39 @@ def test_a_state_that_nobody_takes_is_an_error(saved: tuple[unitrain.Strategy, P
     checkpoint.remove("model", "optimizer")
     strategy.step(model(INPUTS).sum(), optimizer)
     checkpoint.save()
+
+
+def add_on(folder: Path) -> tuple[list[str], int]:
+    """Resume, and do what is refused on all ranks; return the errors, and the value that was loaded."""
+    errors = []
+    with unitrain.init(backend="ddp", precision="fp64", device="cpu", timeout_s=30) as strategy:
+        model, optimizer = strategy.prepare(*made(0))
+        state = {"round": strategy.rank}
+        checkpoint = strategy.checkpoint(folder, model=model)
+        if checkpoint.resume():
+            for call in (
+                lambda: checkpoint.add(state=state if strategy.is_main else nn.Linear(1, 1)),
+                lambda: strategy.step(model(INPUTS).sum(), optimizer),
+                checkpoint.save,
+                lambda: checkpoint.add(state=state),
+            ):
+                try:
+                    call()
+                except CheckpointError as error:
+                    errors.append(str(error))
+        else:
+            checkpoint.add(state={"round": 5})
+            checkpoint.save()
+        return errors, state["round"]
+
+
+def test_all_ranks_refuse_what_one_of_them_can_not_load(tmp_path: Path) -> None:
+    run_ranks(add_on, tmp_path)
+    for errors, loaded in run_ranks(add_on, tmp_path):
+        assert [error.partition(": ")[2][:30] for error in errors] == [
+            "the checkpoint belongs to anot", "pass the objects to checkpoint", "pass the objects to checkpoint",
+        ]  # fmt: skip
+        assert loaded == 5
 
 
 # -------------------------------------------------------------------------------------------- what waits for the end
@@ -320,6 +353,14 @@ def test_a_signal_waits_for_the_end_of_a_round_and_says_how_long(capfd: pytest.C
         "unitrain: SIGTERM waits for the end of a round, which is saved whole or not at all. It began 7 s ago, and the "
         "last one took 0 s. A second signal ends the run at once, and the round is repeated when it is resumed.",
     ]
+
+
+def test_a_signal_before_a_round_does_not_wait_for_it() -> None:
+    alone = Alone()
+    alone.stopping.request(SIGNAL, signal.SIGTERM)
+    with pytest.raises(Stopped):
+        alone.round()
+    assert not alone.calls
 
 
 def test_a_signal_within_a_round_that_fails_acts_at_the_next_boundary() -> None:

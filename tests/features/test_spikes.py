@@ -153,6 +153,20 @@ def test_a_step_is_skipped_where_no_copy_is_old_enough(tmp_path: Path, capsys: p
     assert "The step was skipped on all ranks." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("replaces", "said"), [(False, "The weights are those after step"), (True, "was skipped on")])
+def test_a_rewind_goes_back_to_no_copy_of_an_object_that_was_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], replaces: bool, said: str
+) -> None:
+    copies = {"folder": str(tmp_path / "memory"), "every": 20}
+    with strategy_of(on_spike="rewind", memory_copies=copies) as strategy:
+        checkpoint = strategy.checkpoint(tmp_path / "run", partial=True, model=nn.Linear(1, 1))
+        train(strategy, usual(2 * NORMAL))
+        if replaces:
+            checkpoint.add(model=nn.Linear(1, 1))
+        train(strategy, [*usual(20), 3.0])
+    assert said in capsys.readouterr().out
+
+
 def on_ranks(folder: str, backend: str, factors: list[float]) -> list[bool]:
     with unitrain.init(backend=backend, device="cpu", precision="fp64", on_spike="skip", timeout_s=30) as strategy:
         model, optimizer = strategy.prepare(module := model_of(), sgd(module))

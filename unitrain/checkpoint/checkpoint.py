@@ -152,10 +152,10 @@ class Checkpoint:
 
         Signals, copies in memory and ``save`` wait for its end. Then the signal saves a checkpoint and stops the run. A
         second signal ends it at once, within the round. A run that is killed there repeats the round when it is
-        resumed, from the state that was saved before it.
+        resumed, from the state that was saved before it. Collective.
 
         Raises:
-            UsageError: the round is within another, or ends within an accumulation window.
+            UsageError: the round is within another, or begins or ends within an accumulation window.
 
         Example:
             >>> while state["round"] < 10:
@@ -163,8 +163,8 @@ class Checkpoint:
             ...         train_and_collect(state)
             ...         state["round"] += 1
         """
-        if self._stopping.round_began is not None:
-            raise UsageError("checkpoint.round() was called within a round: rounds follow one another.")
+        if self._stopping.round_began is not None or self._step.within_window:
+            raise UsageError("checkpoint.round() was called within a round or an accumulation window: end that first.")
         self._deferred = []
         return self._stopping.round(self._end_round)
 
@@ -344,7 +344,7 @@ class Checkpoint:
         for name in names:
             waits = self._waiting is not None and self._waiting.view.outlines.pop(name, None) is not None
             if objects.pop(name, waits) is False:
-                raise UsageError(f"checkpoint.remove: there is no {name!r}, but {', '.join(sorted(objects))}.")
+                raise UsageError(f"checkpoint.remove: there is no {name!r} beside {', '.join(sorted(objects))}.")
         self._earlier = Earlier(self._step)  # what is finished is not missing
         self._change(objects)
 

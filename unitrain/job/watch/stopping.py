@@ -142,11 +142,12 @@ class Stopping:
 
     @contextmanager
     def round(self, at_end: Callable[[], None]) -> Iterator[None]:
-        """Let what saves and ends the run wait until the end of the block, which is a boundary. Collective.
+        """Let what ends the run wait for the end of the block, which begins and ends at a boundary. Collective.
 
         Args:
             at_end: called there, before the boundary is passed; not after an error.
         """
+        self.pass_boundary()  # what was requested before it does not wait
         began = self.round_began = time.monotonic()
         try:
             yield
