@@ -91,7 +91,7 @@ def check_output(module: nn.Module, args: Any, output: Any) -> None:
 _FRAMES = 8  # from a hook to functional_call
 
 
-def refuse_assigned(unit: nn.Module, leaves: dict[Tensor, Tensor], names: dict[Tensor, str]) -> None:
+def refuse_assigned(unit: Any, leaves: dict[Tensor, Tensor], names: dict[Tensor, str]) -> None:
     """Refuse a forward with other weights than the shards of a unit: FSDP would silently gather these.
 
     Args:

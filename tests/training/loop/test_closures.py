@@ -79,7 +79,8 @@ class SAM(Optimizer):
             for p in group["params"]
             if p.grad is not None
         ]
-        return torch.norm(torch.stack(norms), p=2)
+        norm: Tensor = torch.norm(torch.stack(norms), p=2)
+        return norm
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
@@ -108,13 +109,11 @@ def trained(strategy: unitrain.Strategy, case: str, clip: float | None = None) -
         while batches := list(islice(rest, at_once)):
 
             def closure(batches: Any = batches) -> Any:
-                sums = torch.zeros(2, dtype=torch.float64)
+                losses = []
                 for inputs, targets in batches:
-                    loss = mse_loss(model(inputs), targets)
-                    strategy.backward(loss * (1 / len(batches)), optimizer, batch=inputs)
-                    sums += torch.tensor([loss.item() * len(inputs), len(inputs)], dtype=torch.float64)
-                total, rows = strategy.all_reduce(sums)
-                return total / rows
+                    losses.append(mse_loss(model(inputs), targets))
+                    strategy.backward(losses[-1] * (1 / len(batches)), optimizer, batch=inputs)
+                return strategy.mean(sum(losses) / len(batches))
 
             if case == "sam":  # as published: the first gradients are there when the closure is passed
                 inputs, targets = batches[0]
@@ -132,7 +131,7 @@ def trained(strategy: unitrain.Strategy, case: str, clip: float | None = None) -
             loss = mse_loss(plain(inputs), targets)
             if case == "several batches" and len(inputs) > 3:
                 loss = (mse_loss(plain(inputs[:3]), targets[:3]) + mse_loss(plain(inputs[3:]), targets[3:])) / 2
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             if clip is not None:
                 nn.utils.clip_grad_norm_(plain.parameters(), clip)
             return loss
@@ -166,7 +165,9 @@ def test_a_closure_makes_one_step_on_two_ranks(backend: str) -> None:
 
 
 def refused(case: str) -> None:
-    settings = {"case": {}, "accumulate": {"accumulate": 2}, "sharded": {"shard_optimizer": True}}.get(case, {})
+    settings: dict[str, Any] = {}
+    if case in ("accumulate", "sharded"):
+        settings = {"accumulate": 2} if case == "accumulate" else {"shard_optimizer": True}
     strategy = unitrain.init(backend="fsdp" if case == "assigned" else "ddp", device="cpu", timeout_s=20, **settings)
     net = model_of()
     model, optimizer = strategy.prepare(net, MAKE["sam" if case == "assigned" else "lbfgs"](net))
@@ -176,7 +177,7 @@ def refused(case: str) -> None:
         optimizer.zero_grad()
         loss = mse_loss(model(inputs), targets)
         if case == "backward":
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             return None
         strategy.backward(loss, optimizer)
         return loss if case == "local" else None

@@ -330,11 +330,11 @@ class TrainingStep:
             self._evaluate(window, closure)
         replaced = {name: step for name, step in vars(optimizer).items() if name == "step"}  # by a scheduler
         evaluated = partial(optimizer.step, partial(self._reevaluate, window, closure))
-        optimizer.step = update_wrapper(evaluated, optimizer.step)  # type: ignore[method-assign]
+        vars(optimizer)["step"] = update_wrapper(evaluated, optimizer.step)
         try:
             yield
         finally:
-            del optimizer.step
+            del vars(optimizer)["step"]
             vars(optimizer).update(replaced)
             window.clear()
 
