@@ -35,6 +35,7 @@ from unitrain.launch.copies import unmark_rank
 from unitrain.launch.detect import Launch
 from unitrain.process import exit_now
 from unitrain.pulse import CLOSING
+from unitrain.training import weighted_means
 from unitrain.training.feature import Feature
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
@@ -48,7 +49,6 @@ from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
 from unitrain.training.trial import Trial, Trials, give
-from unitrain.training.weighted_means import WeightedMeans
 from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights, Weight
 
 T = TypeVar("T")
@@ -98,7 +98,6 @@ class Strategy:
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
-        self._means = WeightedMeans(self._communicator, self._loop)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
@@ -314,7 +313,7 @@ class Strategy:
             >>> gradients = strategy.average(torch.autograd.grad(loss, parameters))
         """
         self._step.replicas.check("average()")
-        return self._means.average(gradients, weight)
+        return weighted_means.average(self._communicator, gradients, self._loop.weight(weight))
 
     @property
     def global_step(self) -> int:
@@ -413,7 +412,8 @@ class Strategy:
         """
         if isinstance(value, Tensor) and value.requires_grad:
             self._step.replicas.check("mean() of a value with a gradient")
-        return self._means.mean(value, count)
+        self._loop.gathers("mean")
+        return weighted_means.mean(self._communicator, value, self._loop.weight(count))
 
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.

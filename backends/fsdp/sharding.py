@@ -7,13 +7,14 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
 from unitrain.communication.sharding import Sharding
 from unitrain.errors import UsageError
 
 from .module import ShardedModule
-from .shards import full_tensor, shard_like, shards_of, to_local
+from .shards import full_tensor, shards_of, to_local
 
 
 class FSDPSharding(Sharding):
@@ -47,8 +48,12 @@ class FSDPSharding(Sharding):
         return full_tensor(tensor)
 
     def shard_like(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """Return this rank's shard of a whole tensor."""
-        return shard_like(tensor, parameter)
+        """Return a copy of this rank's shard of a whole tensor, or the tensor itself if the parameter is whole."""
+        if not isinstance(parameter, DTensor):
+            return tensor
+        # Without a source, each rank takes its part of its own tensor, and nothing is sent.
+        shard = distribute_tensor(tensor.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return shard.to(to_local(parameter).device, copy=True)
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the shards of all ranks in order; of other ranks, tensors on the meta device."""

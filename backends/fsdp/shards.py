@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from unitrain import call_site
 
@@ -48,16 +48,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
             local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
     return tensor.full_tensor()
-
-
-def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a copy of this rank's shard of a whole tensor, as it has one of a parameter, or the tensor itself."""
-    if not isinstance(parameter, DTensor):
-        return tensor
-    # Without a source, each rank takes its part of its own tensor, and nothing is sent.
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shard = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=None)
-    return shard.to(to_local(parameter).device, copy=True)
 
 
 def shards_of(tensor: Tensor) -> Sequence[Tensor]:

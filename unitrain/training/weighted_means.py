@@ -1,10 +1,14 @@
-"""``WeightedMeans``: means over the ranks of what a script computes itself: gradients, and values with a gradient."""
+"""Weighted means over the ranks of what a script computes itself: gradients, and values with a gradient.
+
+Each call begins with a small exchange: the ranks compare what they give, and learn each other's weights, so that what
+is wrong on one rank is an error on all. Then there is one all-reduce.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,112 +19,33 @@ from unitrain.communication.structure import refilled
 from unitrain.errors import UsageError, by_rank
 from unitrain.rng import derived_seed
 from unitrain.training.loop.averaging import WAITING
-from unitrain.training.loop.loop import TrainingLoop
-from unitrain.training.windows.weights import Weight
 
 T = TypeVar("T")
 
 
-class WeightedMeans:
-    """Computes weighted means over the ranks.
-
-    Each call begins with a small exchange: the ranks compare what they give, and learn each other's weights, so that
-    what is wrong on one rank is an error on all. Then there is one all-reduce.
+def average(ranks: Communicator, gradients: T, weight: float) -> T:
+    """Return the mean of the ranks' gradients. See ``Strategy.average``.
 
     Args:
-        communicator: sums over the ranks.
-        loop: knows the batch that the script works on.
-
-    Attributes:
-        communicator: as the argument.
+        ranks: the communicator of this process.
+        gradients: a list, tuple or dict.
+        weight: of this rank; NaN if it is not known.
     """
+    if not isinstance(gradients, (list, tuple, Mapping)):
+        raise UsageError(f"average() takes a list, tuple or dict of tensors, not {type(gradients).__name__}.")
+    entries = gradients if isinstance(gradients, Mapping) else dict(enumerate(gradients))
+    # Sorted, since a dict may have another order on another rank.
+    tensors = {f"entry {key!r}": entries[key] for key in sorted(entries, key=repr)}
+    means = _means(ranks, tensors, _weights(ranks, "average", tensors, weight))
+    return cast(T, refilled(gradients, [means[f"entry {key!r}"] for key in entries]))
 
-    def __init__(self, communicator: Communicator, loop: TrainingLoop) -> None:
-        self.communicator: Communicator = communicator
-        self._loop = loop
 
-    def average(self, gradients: T, weight: Weight | None) -> T:
-        """See ``Strategy.average``."""
-        if not isinstance(gradients, (list, tuple, Mapping)):
-            raise UsageError(f"average() takes a list, tuple or dict of tensors, not {type(gradients).__name__}.")
-        entries = gradients if isinstance(gradients, Mapping) else dict(enumerate(gradients))
-        # Sorted, since a dict may have another order on another rank.
-        tensors = {f"entry {key!r}": entries[key] for key in sorted(entries, key=repr)}
-        means = self.means(tensors, self._weights("average", tensors, weight))
-        averages: T = refilled(gradients, [means[f"entry {key!r}"] for key in entries])
-        return averages
-
-    def mean(self, value: Tensor, count: Weight | None) -> Tensor:
-        """See ``Strategy.mean``."""
-        self._loop.gathers("mean")
-        # Under a name of its own, since all ranks take part in the backward, or none.
-        graph = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
-        tensors = {"the value with a gradient": value.detach()} if graph else {"the value": value}
-        mean: Tensor = _Mean.apply(value, self._weights("mean", tensors, count), self)
-        return mean
-
-    def _weights(self, call: str, tensors: dict[str, Any], weight: Weight | None) -> list[float]:
-        """Return the weights of all ranks. Fill in zeros for each tensor that is None on this rank only. Collective.
-
-        Args:
-            call: name of the call, for messages.
-            tensors: by their names.
-            weight: as the script passes it.
-
-        Raises:
-            UsageError: tensors differ or can't be averaged, or the weights have no mean; on every rank.
-        """
-        ranks = self.communicator
-        forms = {name: self._form(tensor) for name, tensor in tensors.items()}
-        # The upper bits of the digest are exact in float64.
-        facts = torch.tensor([derived_seed(forms) >> 11, self._loop.weight(weight)], dtype=torch.float64)
-        digests, weights = ranks.all_gather(facts).T.tolist()
-        if len(set(digests)) > 1:
-            known = {name: form for each in ranks.all_gather_data(forms) for name, form in each.items() if form}
-            forms = {name: form or known.get(name, form) for name, form in forms.items()}
-            if difference := difference_between_ranks(ranks, forms):
-                raise UsageError(f"{call}() needs the same tensors on all ranks, but {' is '.join(difference)}.")
-        for name, (kind, *shape) in ((name, form) for name, form in forms.items() if form):
-            if kind.startswith("a "):
-                raise UsageError(
-                    f"{call}() takes dense floating-point tensors without a graph, but {name} is {kind}: pass what its "
-                    "float(), to_dense() or detach() returns."
-                )
-            if tensors[name] is None:
-                tensors[name] = torch.zeros(shape, dtype=getattr(torch, kind), device=ranks.device)
-        if not sum(weights) or not all(0 <= each < torch.inf for each in weights):
-            raise UsageError(
-                f"the weights in {call}() are {by_rank(enumerate(weights))}: pass this rank's number of samples, or of "
-                "tokens, which may be 0, but not on all ranks. The default is nan if several batches, with different "
-                "numbers of samples, were taken from loaders before the call."
-            )
-        return weights  # type: ignore[no-any-return]
-
-    def _form(self, tensor: Any) -> list[Any]:
-        """Return the form of a tensor, as the ranks compare it; empty for None; "a ..." if it can't be averaged."""
-        if not isinstance(tensor, Tensor):
-            return [] if tensor is None else [f"a {type(tensor).__name__}"]
-        kind = str(tensor.dtype).removeprefix("torch.")
-        if self.communicator.sharding.is_sharded(tensor):
-            kind = "a shard, whose backward has averaged it"
-        elif tensor.layout != torch.strided or not tensor.is_floating_point() or tensor.grad_fn is not None:
-            kind = f"a {tensor.layout} {kind}, {'with' if tensor.grad_fn is not None else 'without'} a graph"
-        return [kind, *tensor.shape]
-
-    def means(self, tensors: dict[str, Any], weights: list[float]) -> dict[str, Any]:
-        """Return the weighted means of the ranks' tensors, as new tensors. Collective."""
-        present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
-        device, weight = self.communicator.device, weights[self.communicator.rank]
-        # A sum in 16 bits may overflow where the mean does not.
-        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in present.values()), torch.float32)
-        parts = [tensor.reshape(-1).to(device, dtype) for tensor in present.values()]
-        flat = torch.cat([torch.zeros(0, dtype=dtype, device=device), *parts])
-        # Without samples, there may be NaN.
-        flat = self.communicator.all_reduce(flat * (weight / sum(weights)) if weight else torch.zeros_like(flat))
-        split = torch.split(flat, [*map(len, parts)])
-        for (name, tensor), part in zip(present.items(), split, strict=True):
-            present[name] = torch.empty_like(tensor).copy_(part.view(tensor.shape))
-        return {**tensors, **present}
+def mean(ranks: Communicator, value: Tensor, count: float) -> Tensor:
+    """Return the mean of the ranks' values, with its gradient. See ``Strategy.mean``; the arguments are as above."""
+    # By another name, since all ranks take part in the backward, or none.
+    with_graph = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+    tensors = {"the value with a gradient": value.detach()} if with_graph else {"the value": value}
+    return cast(Tensor, _Mean.apply(value, ranks, _weights(ranks, "mean", tensors, count)))
 
 
 class _Mean(torch.autograd.Function):
@@ -132,14 +57,74 @@ class _Mean(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weights: list[float], means: WeightedMeans) -> Tensor:
-        ctx.weights, ctx.means = weights, means
-        mean: Tensor = means.means({"": value}, weights)[""]
-        return mean
+    def forward(ctx: Any, value: Tensor, ranks: Communicator, weights: list[float]) -> Tensor:
+        ctx.ranks, ctx.weights = ranks, weights
+        return cast(Tensor, _means(ranks, {"": value}, weights)[""])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:
-        ranks, weights = ctx.means.communicator, ctx.weights
+        ranks, weights = ctx.ranks, ctx.weights
         if ranks.collectives.pulse.phase == WAITING:
             return ranks.all_reduce(grad) * (weights[ranks.rank] / sum(weights)), None, None
-        return _Mean.apply(grad, weights, ctx.means), None, None
+        return _Mean.apply(grad, ranks, weights), None, None
+
+
+def _weights(ranks: Communicator, call: str, tensors: dict[str, Any], weight: float) -> list[float]:
+    """Return the weights of all ranks. Fill in zeros for each tensor that is None on this rank only. Collective.
+
+    Args:
+        ranks: the communicator of this process.
+        call: name of the call, for messages.
+        tensors: by their names.
+        weight: of this rank.
+
+    Raises:
+        UsageError: tensors differ or have no mean, or weights have none; on every rank.
+    """
+    forms = {name: _form(ranks, tensor) for name, tensor in tensors.items()}
+    # The upper bits of the digest are exact in float64.
+    facts = torch.tensor([derived_seed(forms) >> 11, weight], dtype=torch.float64)
+    digests, weights = ranks.all_gather(facts).T.tolist()
+    if len(set(digests)) > 1:
+        known = {name: form for each in ranks.all_gather_data(forms) for name, form in each.items() if form}
+        forms = {name: form or known.get(name, form) for name, form in forms.items()}
+        if difference := difference_between_ranks(ranks, forms):
+            raise UsageError(f"{call}() needs the same tensors on all ranks, but {' is '.join(difference)}.")
+    for name, form in forms.items():
+        if form and form[0].startswith("a "):
+            raise UsageError(f"{call}() takes dense floating-point tensors without a graph, but {name} is {form[0]}.")
+        if form and tensors[name] is None:
+            tensors[name] = torch.zeros(form[1:], dtype=getattr(torch, form[0]), device=ranks.device)
+    if not sum(weights) or not all(0 <= each < torch.inf for each in weights):
+        raise UsageError(
+            f"the weights in {call}() are {by_rank(enumerate(weights))}: pass the number of samples, or of tokens, on "
+            "each rank; 0 on some ranks is allowed, but not on all. The default is nan if the script uses several "
+            "batches of loaders that have different numbers of samples on this rank."
+        )
+    return cast(list[float], weights)
+
+
+def _form(ranks: Communicator, tensor: Any) -> list[Any]:
+    """Return the form of a tensor, as the ranks compare it; empty for None; "a ..." if it has no mean."""
+    if not isinstance(tensor, Tensor):
+        return [] if tensor is None else [f"a {type(tensor).__name__}"]
+    kind, graph = str(tensor.dtype).removeprefix("torch."), "without" if tensor.grad_fn is None else "with"
+    if ranks.sharding.is_sharded(tensor):
+        kind = "a shard: backward has averaged it over the ranks already, with equal weights"
+    elif tensor.layout != torch.strided or not tensor.is_floating_point() or graph == "with":
+        kind = f"a {tensor.layout} {kind} tensor {graph} a graph: pass its to_dense(), float() or detach()"
+    return [kind, *tensor.shape]
+
+
+def _means(ranks: Communicator, tensors: dict[str, Any], weights: list[float]) -> dict[str, Any]:
+    """Return the weighted means of the ranks' tensors, as new tensors. Collective."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    # A sum in 16 bits may overflow where the mean does not.
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in present.values()), torch.float32)
+    parts = [tensor.detach().reshape(-1).to(ranks.device, dtype) for tensor in present.values()]
+    flat = torch.cat([torch.zeros(0, dtype=dtype, device=ranks.device), *parts])
+    share = weights[ranks.rank] / sum(weights)
+    # Without samples, there may be NaN.
+    split = torch.split(ranks.all_reduce(flat * share if share else torch.zeros_like(flat)), [*map(len, parts)])
+    means = zip(present.items(), split, strict=True)
+    return tensors | {name: torch.empty_like(like).copy_(part.view(like.shape)) for (name, like), part in means}

@@ -74,9 +74,13 @@ class OpenBatches:
 
     @property
     def in_use(self) -> list[MicroBatch]:
-        """The batches of iterations in progress that the script may be computing something from."""
+        """The batches of iterations in progress that the script may be computing something from.
+
+        In a loop that makes its steps itself, they stay open: of these, it can only use those that are in memory.
+        """
         entries = [*self._held.values(), *self._open] or [*filter(None, [self._trained])]
-        return [micro_batch for micro_batch, iteration in entries if not iteration.is_over]
+        present = [*self._known.values(), self._latest and self._latest[1]]
+        return [batch for batch, of in entries if not of.is_over and (of.trained or (batch, of) in present)]
 
     @property
     def trained(self) -> list[Iteration]:

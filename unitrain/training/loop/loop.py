@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -192,7 +191,7 @@ class TrainingLoop:
         batches = [i.micro_batch for i in self._evaluations if i.micro_batch is not None] or self._batches.in_use
         shares = {batch.count / batch.window if given is None else float(batch.count > 0) for batch in batches}
         if len(shares) > 1 and given != 0:
-            return math.nan
+            return float("nan")
         count = batches[-1].count if batches else 1
         return float(count if given is None or not count else given)
 
