@@ -27,20 +27,21 @@ def draw_classification(folder: Path, labels: Tensor, predicted: Tensor, classes
     draw_confusion_matrix(folder, labels, predicted, classes)
 
 
-def draw_curves(folder: Path, axes: Mapping[str, Sequence[str]]) -> None:
-    """Draw metrics of a run by epoch, from its ``metrics.jsonl`` into ``curves.png``.
+def draw_curves(folder: Path, axes: Mapping[str, Sequence[str]], by: str = "epoch") -> None:
+    """Draw metrics of a run, from its ``metrics.jsonl`` into ``curves.png``.
 
     Args:
         folder: the run's folder.
         axes: the names of the metrics in each diagram, by the label of its vertical axis.
+        by: the name of the number of each line, counted from 0, that the horizontal axes show.
     """
     lines: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(5 * len(axes), 4), layout="constrained")
     for axis, (label, names) in zip(figure.subplots(1, len(axes), squeeze=False)[0], axes.items(), strict=True):
         for name in names:
-            points = [(line["epoch"] + 1, line[name]) for line in lines if name in line]
+            points = [(line[by] + 1, line[name]) for line in lines if name in line]
             axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else "")
-        axis.set(xlabel="epoch", ylabel=label)
+        axis.set(xlabel=by, ylabel=label)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.legend()

@@ -30,10 +30,12 @@ FLAGS = {
     "gan": "--batch-size=701 --max-steps=5 --evaluate-every=1 --strategy.sync-batchnorm=true",
     "language_model": "--data=texts --context=32 --layers=2 --width=16 --heads=2 --batch-size=15 --warmup-epochs=0.1 "
     "--sample=30 --max-steps=15 --epochs=3",
+    "ppo": "--environments=4 --steps=64 --batch-size=51 --rounds=2 --epochs=2",
     "speaker": "--data=voxceleb:speech --seconds=0.2 --test-seconds=0.2 --test-crops=2 --batch-size=6 --epochs=1 "
     "--utterances-per-speaker=3 --strategy.sync-batchnorm=true",
 }
-PICTURES = {"detection": "detections.png", "gan": "generated.png", "speaker": "curves.png"}
+PICTURES = {"detection": "detections.png", "gan": "generated.png", "ppo": "curves.png", "speaker": "curves.png"}
+RESULT = r"epoch|round|step$|loss|map|accuracy|perplexity|distance|return|eer|dcf"
 LATER = pytest.mark.all("test_launchers.py has a recipe under each launcher")
 Trained = tuple[list[dict[str, Any]], dict[str, Tensor]]
 
@@ -78,7 +80,7 @@ def alone(data: Path) -> Callable[[str], Trained]:
     [
         ("speaker", "ddp"),
         *(pytest.param(name, "ddp", marks=LATER) for name in FLAGS if name != "speaker"),
-        *(pytest.param(name, "fsdp", marks=LATER) for name in ("gan", "language_model")),
+        *(pytest.param(name, "fsdp", marks=LATER) for name in ("gan", "language_model", "ppo")),
         *(pytest.param(name, "horovod", marks=[LATER, HOROVOD]) for name in FLAGS),
     ],
 )
@@ -88,7 +90,7 @@ def test_ranks_train_the_model_of_one_process(
     lines, weights = run_ranks(train, data, name, backend, timeout=120)[0]
     expected_lines, expected_weights = alone(name)
     for line, expected in zip(lines, expected_lines, strict=True):
-        results = {key for key in line if re.search(r"epoch|step$|loss|map|accuracy|perplexity|distance|eer|dcf", key)}
+        results = {key for key in line if re.search(RESULT, key)}
         assert len(results) > 3
         for key in results:
             assert line[key] == pytest.approx(expected[key], rel=1e-9), key
