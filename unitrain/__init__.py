@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from unitrain.training.feature import Feature
     from unitrain.training.loop.step import StepResult
     from unitrain.training.meter import Meter
+    from unitrain.training.models.passes import ModulePass
 
 __all__ = [
     "Backend",
@@ -50,6 +51,7 @@ __all__ = [
     "LaunchError",
     "Loader",
     "Meter",
+    "ModulePass",
     "NonFiniteError",
     "Section",
     "StepResult",
@@ -78,6 +80,7 @@ _HOMES = {
     "Stopped": "job.watch.stopping",
     "Strategy": "strategy",
     "Meter": "training.meter",
+    "ModulePass": "training.models.passes",
     "StepResult": "training.loop.step",
 }
 

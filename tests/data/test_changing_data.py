@@ -71,6 +71,21 @@ def test_within_an_epoch_nothing_changes() -> None:
         pretended_rank().dataloader(pool, batch_size=4).load_state_dict(state)
 
 
+@pytest.mark.parametrize("given", [shuffled, sampled])
+@pytest.mark.parametrize("consumed", [3, 8], ids=["within", "at the end"])
+def test_a_resumed_epoch_has_the_samples_of_its_beginning(given: Any, consumed: int) -> None:
+    pool = Pool()
+    loader, resumed = (pretended_rank().dataloader(**{"batch_size": 2, **given(pool)}) for _ in range(2))
+    batches = iter(loader)
+    for _ in range(consumed):
+        next(batches)
+    resumed.load_state_dict(loader.state_dict())
+    rest = [batch.tolist() for batch in batches]
+    pool.items += [16, 17, 18]
+    assert [batch.tolist() for batch in resumed] == rest
+    assert len(resumed) == 10
+
+
 class Curriculum(Pool):
     def set_epoch(self, epoch: int) -> None:
         self.items = [100 * epoch + i for i in range(16)]

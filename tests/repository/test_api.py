@@ -38,8 +38,8 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_public_names_are_these() -> None:
     assert sorted(unitrain.__all__) == unitrain.__all__ == [
         "Backend", "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Feature",
-        "Launch", "LaunchError", "Loader", "Meter", "NonFiniteError", "Section", "StepResult", "Stopped", "Strategy",
-        "StrategyConfig", "UnitrainError", "UsageError", "dump_yaml", "init", "parse_command_line", "spawn",
+        "Launch", "LaunchError", "Loader", "Meter", "ModulePass", "NonFiniteError", "Section", "StepResult", "Stopped",
+        "Strategy", "StrategyConfig", "UnitrainError", "UsageError", "dump_yaml", "init", "parse_command_line", "spawn",
     ]  # fmt: skip
     assert dir(unitrain) == unitrain.__all__
     assert unitrain.__version__ == version("unitrain")  # type: ignore[attr-defined]

@@ -164,8 +164,10 @@ class Loader:
 
     def _begin_at(self, consumed: int, steps: int) -> None:
         """Start the next iteration after this many samples (over all ranks) and steps of the epoch."""
-        self._iteration = self._given.held = None
+        self._iteration = None
         self._start = (consumed, steps)
+        if not consumed:
+            self._given.held = None
 
     @property
     def _last(self) -> MicroBatch | None:
@@ -230,7 +232,7 @@ class Loader:
                 )
             self._tell_uncounted()  # not in an evaluation, which does not show how the script counts
         shares_order = self._source.readers(self._epoch) is None  # with all ranks
-        if isinstance(self._source, MapStyle):
+        if isinstance(self._source, MapStyle) and self._given.held is None:
             self._given.held = len(self.dataset)
         length = self._given.held or 0
         comparing = self._compared != length and self._communicator.world_size > 1 and shares_order
@@ -439,6 +441,8 @@ class Loader:
         self._seed, self.epoch = state["seed"], state["epoch"]
         self._resumed = state["epoch"] > 0
         self._begin_at(state["consumed"], state["steps"])
+        if state["consumed"] and isinstance(self._source, MapStyle):
+            self._given.held = state["length"]  # the data may grow before the next iteration, and the epoch stays
         if again and self._communicator.is_main:
             print_stderr(
                 f"unitrain: to continue in epoch {self._epoch}, up to {again} samples of this "

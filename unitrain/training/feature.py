@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from unitrain.process import print_stderr
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.judge import Verdict
 from unitrain.training.loop.sockets import Sockets
@@ -15,7 +16,7 @@ class Feature(StepHook, Verdict):
 
     It is notified around each step (the methods of ``StepHook``), may forbid a step on all ranks (the methods of
     ``Verdict``), and may have a state that checkpoints save and resume. One that changes modules in ``prepare`` is a
-    ``ModulePass`` as well.
+    ``unitrain.ModulePass`` as well.
 
     Attributes:
         name: of its state in checkpoints; "" if it has none. It is unique among the features of a run.
@@ -51,6 +52,12 @@ class Feature(StepHook, Verdict):
         sockets.verdicts.append(self)
         if isinstance(self, ModulePass):
             sockets.passes.append(self)
+            # Otherwise a feature that was added too late would do nothing, silently.
+            if sockets.prepared.count and sockets.communicator.is_main:
+                print_stderr(
+                    f"unitrain: {type(self).__name__} changes modules that are prepared from now on, but none of those "
+                    "that have been prepared: add it before prepare() if it should."
+                )
         if self.name:
             sockets.states.add(self.name, self)
 

@@ -11,10 +11,9 @@ from torch.optim import SGD
 
 import unitrain
 from unitrain import ConfigError
-from unitrain.training.models.passes import ModulePass
 
 
-class Noted(unitrain.Feature, ModulePass):
+class Noted(unitrain.Feature, unitrain.ModulePass):
     """Notes when it is called, and which modules it gets."""
 
     def __init__(self, place: int, notes: list[str]) -> None:
@@ -61,7 +60,7 @@ def test_they_see_all_modules_first_and_are_applied_by_their_places_and_reverted
         assert vars(linear)["changed_by"] == [10, 50], "the model itself stays as it is"
 
 
-class Refuses(unitrain.Feature, ModulePass):
+class Refuses(unitrain.Feature, unitrain.ModulePass):
     """Refuses each module."""
 
     def inspect(self, modules: Sequence[nn.Module]) -> None:
@@ -79,3 +78,10 @@ def test_a_call_that_is_refused_changes_nothing() -> None:
             strategy.prepare(model)
         assert notes == ["10 inspects Linear"]
         assert model.weight.dtype == torch.float32
+
+
+def test_a_late_one_says_that_it_does_not_change_what_is_prepared(capfd: pytest.CaptureFixture[str]) -> None:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        strategy.prepare(nn.Linear(2, 2))
+        strategy.add(Noted(10, []))
+    assert "unitrain: Noted changes modules that are prepared from now on, but none of those" in capfd.readouterr().err

@@ -240,7 +240,8 @@ class OpenBatches:
         if len({micro_batch.last for micro_batch, _ in entries}) > 1:
             raise UsageError(
                 "the batches of these losses are of loaders with different numbers of micro-batches in a step, and "
-                "only some end an accumulation window: give all loaders the same accumulate or micro_batch_size."
+                "only some end an accumulation window: give all loaders the same accumulate or micro_batch_size, and "
+                "drop_last=True, since the last step of an epoch may have fewer."
             )
         for number, each in enumerate(of_losses if len(of_losses) > 1 else ()):
             if not each[0][0].count:
