@@ -43,7 +43,7 @@ class Pulse:
 
     @property
     def of_trial(self) -> str:
-        """What follows the number of a step in a message: the trial that it is a step of."""
+        """The trial in progress, as it follows the number of a step in a message."""
         return f" of trial {self.trial!r}" if self.trial else ""
 
     @contextmanager

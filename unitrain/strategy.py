@@ -677,7 +677,7 @@ class Strategy:
         self._tidy_up()
 
     def _tidy_up(self) -> None:
-        """Close the checkpoints of trials that have ended, and forget what was prepared in them. Collective."""
+        """Close the checkpoints of trials that have ended, and forget their modules and optimizers. Collective."""
         while self._ended:
             with self._trials.outside(self._ended[-1][0]):
                 self._ended.pop()[1].close()

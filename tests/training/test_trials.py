@@ -110,6 +110,10 @@ def test_a_fold_is_the_same_alone_and_after_others(backend: str) -> None:
     every = folds(backend, [0, 1, 2])
     assert len({weights for weights, *_ in every}) == 3
     assert folds(backend, [1]) == [every[1]]
+    with unitrain.init(backend=backend, device="cpu", precision="fp64", timeout_s=30, seed=7) as strategy:
+        alone = fold(strategy, 1, None, {})
+    with start(backend) as strategy, strategy.trial("a", seed=7):
+        assert fold(strategy, 1, None, {}) == alone
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -66,7 +66,7 @@ class Trials:
 
     @contextmanager
     def within(self, trial: Trial) -> Iterator[ExitStack]:
-        """Let the run be a trial's within a block, and put back at its end what it was. Yield what does that.
+        """Set the run aside within a block, for a trial. Yield a stack, which puts all back at the end.
 
         Collective at the end, unless the block has raised an error: it may not have done so on the other ranks.
 
@@ -106,7 +106,7 @@ class Trials:
                 hook.at_end()
 
     def _remove_added(self, outer: list[StepHook], lists: list[tuple[list[Any], list[Any]]]) -> None:
-        """Remove what features have plugged in since, and mark the optimizers as those of a trial that has ended.
+        """Remove the features that a trial has added, and mark its optimizers, which the run is to forget.
 
         Args:
             outer: the hooks that there were.
