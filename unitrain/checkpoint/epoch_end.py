@@ -30,7 +30,7 @@ class EpochEnd(StepHook):
         self._last = self._step.global_step, self._contents.remember()
 
     def at_round_end(self) -> None:
-        """Copy them at the end of a round: what follows it is done again, too."""
+        """Copy them at the end of a round, too: the code after it is done again."""
         self.at_epoch_end()
         self._step.batches.between_epochs = True
 

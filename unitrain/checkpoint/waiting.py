@@ -30,7 +30,7 @@ class WaitingStates(StepHook):
     place = 0
 
     def before_call(self, call: str) -> None:
-        """Refuse to train with what the script has made in place of what was saved."""
+        """Refuse to train with new objects in the place of saved ones."""
         self.refuse()
 
     def refuse(self) -> None:

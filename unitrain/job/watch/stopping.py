@@ -142,7 +142,7 @@ class Stopping:
 
     @contextmanager
     def round(self, at_end: Callable[[], None]) -> Iterator[None]:
-        """Let what ends the run wait for the end of the block, which begins and ends at a boundary. Collective.
+        """Delay requests that end the run to the end of the block. It begins and ends at a boundary. Collective.
 
         Args:
             at_end: called there, before the boundary is passed; not after an error.
@@ -167,7 +167,7 @@ class Stopping:
         self.pass_boundary()
 
     def _receive(self, number: int) -> None:
-        """Ask all ranks to stop because of a signal, and say what it waits for. In a thread."""
+        """Ask all ranks to stop because of a signal, and say if it waits for the end of a round. In a thread."""
         began = self.round_began
         if began is not None and self._is_main:
             print_stdout(
