@@ -297,11 +297,11 @@ class Strategy:
         ones become ``grad`` of the parameters, and ``update`` steps with them.
 
         Args:
-            gradients: a list, a tuple or a dict of tensors, or a single tensor; the same structure, shapes and dtypes
-                on all ranks. A None counts as zeros, and stays None if it is None on all ranks.
+            gradients: a list, a tuple or a dict of dense floating-point tensors without a graph; the same structure,
+                shapes and dtypes on all ranks. A None counts as zeros, and stays None if it is None on all ranks.
             weight: weight of this rank's gradients, the number of its tokens, say. Default: the number of samples in
-                the batch that the strategy's loader yielded last; without such a loader all ranks weigh the same. A
-                stand-in has weight 0. Gradients of weight 0 may be NaN.
+                the batch of the strategy's loader that is in use; without such a loader all ranks weigh the same. A
+                stand-in has weight 0 in any case. Gradients of weight 0 may be NaN.
 
         Returns:
             New tensors in the same structure, with the dtypes and devices of this rank's.
@@ -392,9 +392,9 @@ class Strategy:
     def mean(self, value: Tensor, count: Weight | None = None) -> Tensor:
         """Return the mean over all ranks' samples, given the mean over this rank's, with its gradient. Collective.
 
-        So a loss may be any function of means over the global batch. ``step`` and ``backward`` then compute its
-        gradient as if one process had the whole batch, whatever weights they are given. ``average`` does so with the
-        same weights: for ``mean(value, count)``, those are ``average(gradients, weight=count)``.
+        So a loss may be a function of means over the global batch, and of this rank's samples. ``step`` and
+        ``backward`` compute its gradient as if one process had the whole batch. ``average`` does, with the weights that
+        the mean was given: ``mean(value, count)`` and ``average(gradients, weight=count)``.
 
         Args:
             value: the mean over this rank's samples: a tensor of any shape, the same on all ranks. If it requires grad

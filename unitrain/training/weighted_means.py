@@ -125,6 +125,6 @@ def _means(ranks: Communicator, tensors: dict[str, Any], weights: list[float]) -
     flat = torch.cat([torch.zeros(0, dtype=dtype, device=ranks.device), *parts])
     share = weights[ranks.rank] / sum(weights)
     # Without samples, there may be NaN.
-    split = torch.split(ranks.all_reduce(flat * share if share else torch.zeros_like(flat)), [*map(len, parts)])
+    split = torch.split(ranks.all_reduce(flat.mul_(share) if share else flat.zero_()), [*map(len, parts)])
     means = zip(present.items(), split, strict=True)
     return tensors | {name: torch.empty_like(like).copy_(part.view(like.shape)) for (name, like), part in means}

@@ -60,3 +60,12 @@ def test_a_loss_that_is_not_finite_shows_in_the_gradient(loss: float) -> None:
     assert weight.grad is not None
     assert weight.grad.tolist() == pytest.approx([2.0 if math.isfinite(loss) else math.nan] * 3, nan_ok=True)
     assert kept.gradients_are_finite(), "what it kept is of before"
+
+
+def test_gradients_that_no_step_follows_do_not_fill_the_memory() -> None:
+    [weight] = weights(3)
+    kept = Evidence(all_gradients=False)
+    kept.watch([weight])
+    for factor in [math.nan, *[1.0] * 256]:
+        torch.autograd.grad((weight * factor).sum(), weight)
+    assert kept.gradients_are_finite()

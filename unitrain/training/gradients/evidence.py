@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 from unitrain.training.gradients.guard import plain_numbers
 
 _SMALL = 2**16
+_MOST_KEPT = 256  # gradients of one parameter, of as many micro-batches
 
 
 class Evidence:
@@ -41,7 +43,8 @@ class Evidence:
         self.losses: list[Tensor] = []
         self._all_gradients = all_gradients
         self._hooks: list[Any] = []
-        self._gradients: list[Tensor] = []
+        # Those of the script's own autograd.grad arrive here, too, and no step may follow that would drop them.
+        self._gradients: deque[Tensor] = deque(maxlen=None if all_gradients else _MOST_KEPT)
         self._keeps = True
         self._nan: Tensor | None = None  # 0 or NaN, on the device: the host does not know which
 
