@@ -195,14 +195,10 @@ class DDPBackend(ProcessGroupBackend):
         def finish(late: bool) -> None:
             """Average gradients of an unarmed backward, and of parameters that no wrapper has."""
             for i, reference in enumerate(wrappers):
-                wrapper = reference()
-                if wrapper is None:
-                    raise UsageError(
-                        "the wrapper that prepare() returned is gone, so DDP did not average the gradients over the "
-                        "ranks. Call the model that prepare() returned (model = strategy.prepare(model))."
-                    )
-                late = late or not wrapper.has_averaged(*counts[i])
-                counts[i] = (wrapper.forwards, wrapper.calls)
+                wrapper = reference()  # gone if the script calls the original module, and has dropped this one
+                late = late or wrapper is None or not wrapper.has_averaged(*counts[i])
+                if wrapper is not None:
+                    counts[i] = (wrapper.forwards, wrapper.calls)
             if not (late or some_unused) and (unused := [self._names[p] for p in averaged if p.grad is None]):
                 self.refuse_unused(unused, all_of_them=len(unused) == len(averaged))
             if late:

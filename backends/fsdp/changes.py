@@ -100,7 +100,7 @@ def refuse_assigned(unit: Any, leaves: dict[Tensor, Tensor], names: dict[Tensor,
         names: of the shards.
     """
     places = [
-        (layer._parameters, key, shard, leaves[shard], shard.untyped_storage()._cdata)
+        (layer._parameters, key, shard, leaves[shard], shard.untyped_storage())
         for layer in unit.modules()
         for key, shard in layer._parameters.items()
         if shard in leaves
@@ -116,7 +116,7 @@ def refuse_assigned(unit: Any, leaves: dict[Tensor, Tensor], names: dict[Tensor,
         for held, key, shard, leaf, storage in places:
             present = held.get(key)
             # An assignment to the data of a DTensor gives it another storage, and leaves its local tensor as it is.
-            if (present is not shard and present is not leaf) or shard.untyped_storage()._cdata != storage:
+            if (present is not shard and present is not leaf) or shard.untyped_storage() is not storage:
                 refuse(names[shard])
 
     def refuse(name: str) -> NoReturn:

@@ -136,7 +136,7 @@ def own_clipping(script: Script, x: Tensor, y: Tensor) -> None:
 
 @mistake_in_step("calls the module that it gave to `prepare`")
 def original_called(script: Script, x: Tensor, y: Tensor) -> None:
-    script.strategy.step(cross_entropy(script.original(x), y), script.optimizer)
+    script.strategy.step(cross_entropy(script.original(x), y), script.optimizer, script.scheduler)
 
 
 @mistake_in_step("skips `strategy.step` for a micro-batch of an accumulation window", accumulate=2)
@@ -210,10 +210,10 @@ def attribute_of_wrapper(script: Script) -> None:
     assert script.model.in_features == 4
 
 
-@mistake("trains with LBFGS")
+@mistake("passes LBFGS to `strategy.step`, without [a closure](../training/closures.md)")
 def lbfgs(script: Script) -> None:
     script.optimizer = torch.optim.LBFGS(script.model.parameters())
-    script.prepare()
+    script.train()
 
 
 # ---------------------------------------------------------------------------------------- models and optimizers
@@ -386,7 +386,7 @@ def make(row: str, folder: Path) -> tuple[str, list[Tensor]]:
             script = Script(strategy, folder)
             try:
                 function(script)
-            except (unitrain.UnitrainError, AttributeError, RuntimeError) as error:
+            except (unitrain.UnitrainError, AttributeError, RuntimeError, TypeError) as error:
                 return f"error: {error}", []
             weights = script.weights
     own = [f"warning: {one.message}" for one in seen if issubclass(one.category, UserWarning)]

@@ -32,6 +32,7 @@ REASONS = {
     "_optimizer_step_post_hooks": "hooks of scripts run outside of the exchange of a sharded optimizer's parameters",
     "_optimizer_step_pre_hooks": "as _optimizer_step_post_hooks",
     "_orig_mod": "the module within torch.compile(module)",
+    "_parameters": "whether a layer still has its shards, in each of its forwards, where getattr would take longer",
     "_post_accumulate_grad_hooks": "as _backward_hooks",
     "_pytree": "the structure of nested state, as torch's own serialisers see it",
     "_rebuild_buckets": "under debug, DDP's own collective comes before the ranks compare calls",

@@ -113,7 +113,7 @@ def trained(strategy: unitrain.Strategy, case: str, clip: float | None = None) -
                 for inputs, targets in batches:
                     losses.append(mse_loss(model(inputs), targets))
                     strategy.backward(losses[-1] * (1 / len(batches)), optimizer, batch=inputs)
-                return strategy.mean(sum(losses) / len(batches))
+                return strategy.mean(torch.stack(losses).mean())
 
             if case == "sam":  # as published: the first gradients are there when the closure is passed
                 inputs, targets = batches[0]
@@ -160,7 +160,7 @@ def test_a_closure_makes_one_step() -> None:
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod", "fsdp"])
 def test_a_closure_makes_one_step_on_two_ranks(backend: str) -> None:
-    for found in run_ranks(distances, backend, list(MAKE)):
+    for found in run_ranks(distances, backend, [case for case in MAKE if case != "lbfgs"]):
         assert max(found.values()) < 1e-9, found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, update_wrapper
 from itertools import count
 from typing import Any, NamedTuple
@@ -189,8 +189,11 @@ class TrainingStep:
         """Run the second half, with the hooks of a call around it. See ``Strategy.update``."""
         if scheduler is not None:
             check_scheduler(scheduler)
-        with self.hooks.call("update"), self._passing(optimizer, closure) if closure else nullcontext():
-            return self._update(optimizer, scheduler)
+        with self.hooks.call("update"):
+            if closure is None:
+                return self._update(optimizer, scheduler)
+            with self._passing(optimizer, closure):
+                return self._update(optimizer, scheduler)
 
     # ----------------------------------------------------------------------------------------------------- its parts
 

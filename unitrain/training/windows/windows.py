@@ -240,7 +240,7 @@ class Windows:
                     f"{window.name} would move the weights after micro-batch {rival.micro_batches} of {rival.name}'s "
                     "accumulation window, which is to have the gradients of all its micro-batches at the same weights: "
                     "call step() with all micro-batches of a window for one of them, then with all for the other, and "
-                    "pass the batch to each, as in sharpness-aware minimisation on the page on methods of training."
+                    "pass the batch to each. For sharpness-aware minimisation, pass a closure to update()."
                 )
         self._separate([window])
 
