@@ -77,7 +77,7 @@ def normalised(strategy: unitrain.Strategy, advantages: Tensor) -> Tensor:
 
 
 def losses_of(policy: nn.Module, batch: list[Tensor], clip: float) -> dict[str, Tensor]:
-    """Return what PPO's loss consists of, each a mean over the minibatch."""
+    """Return the parts of PPO's loss, each a mean over the minibatch."""
     observations, actions, log_probs, advantages, targets = batch
     logits, values = policy(observations)
     log_policy = logits.log_softmax(1)

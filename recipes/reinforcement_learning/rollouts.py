@@ -1,4 +1,4 @@
-"""Rollouts of ``ppo.py``: what a policy does in environments of Gymnasium, and how good each action was."""
+"""Rollouts for ``ppo.py``: the steps of a policy in environments of Gymnasium, and the advantage of each action."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Environments:
         if not (isinstance(observations, Box) and len(observations.shape) == 1 and isinstance(actions, Discrete)):
             raise ConfigError(
                 f"environment {name} has observations {observations} and actions {actions}, but the recipe's networks "
-                "take a vector, and choose one of several actions: pass CartPole-v1, Acrobot-v1 or LunarLander-v3."
+                "take a vector, and choose one of several actions: pass CartPole-v1 or Acrobot-v1, say."
             )
         self._numbers = numbers
         self.observation_size: int = observations.shape[0]
