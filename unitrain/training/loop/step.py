@@ -115,7 +115,7 @@ class TrainingStep:
         """Run the first half of a step, for each micro-batch."""
         losses = Losses(loss, weight)
         if self._pulse.step >= self.checks.next_look:
-            self.checks.before_backward(losses, self.batches.micro_batch)
+            self.checks.before_backward(losses, None if losses.batches else self.batches.micro_batch)
         windows = self.windows.of(optimizers)
         micro_batch = self.batches.of_backward(losses)
         last = self._ends_window(windows[0], micro_batch, sync)
