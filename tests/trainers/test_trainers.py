@@ -6,6 +6,7 @@ A new trainer is a file with a function ``train`` that returns what it has train
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from needs import FSDP, HOROVOD
+from places import ROOT
 from ranks import run_ranks
 from tiny import Plain
 from torch import Tensor, nn
@@ -98,8 +100,8 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     @cache
     def run(backend: str) -> list[dict[str, str]] | Exception:
-        items = (item for item in request.session.items if isinstance(item, pytest.Function))
-        cases = [item.callspec.params for item in items if item.path == request.path]
+        items = [item for item in request.session.items if item.path == request.path]
+        cases = [item.callspec.params for item in items if hasattr(item, "callspec")]
         trainers = [case["trainer"] for case in cases if case["backend"] == backend]
         try:
             return run_ranks(differences, backend, trainers, tmp_path_factory.mktemp(backend))
@@ -115,6 +117,11 @@ def _cases() -> Iterator[Any]:
             if backend != "fsdp" or trainer.fsdp is not None:
                 marks = [pytest.mark.all(trainer.horovod)] if backend == "horovod" and trainer.horovod else []
                 yield pytest.param(backend, trainer, marks=needs + marks, id=f"{backend}-{trainer.name}")
+
+
+def test_the_table_of_trainers_has_each_script() -> None:
+    rows = re.findall(r"`(\w+)\.py` \|$", (ROOT / "docs" / "choosing.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(trainer.name for trainer in TRAINERS)
 
 
 @pytest.mark.slow("the first of each backend trains them all")

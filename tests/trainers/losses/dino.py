@@ -39,5 +39,5 @@ def train(strategy: Any) -> list[Any]:
             outputs = [teacher(view) for view in views[:2]]
             strategy.step(distance([student(view) for view in views], outputs, centre), optimizer)
             follow(teacher, student)
-            centre = 0.9 * centre + 0.1 * torch.cat(strategy.gather(outputs)).mean(0)
+            centre = 0.9 * centre + 0.1 * strategy.mean(torch.cat(outputs).mean(0))
     return [student, teacher, centre]
