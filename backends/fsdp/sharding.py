@@ -51,7 +51,7 @@ class FSDPSharding(Sharding):
         """Return a copy of this rank's shard of a whole tensor, or the tensor itself if the parameter is whole."""
         if not isinstance(parameter, DTensor):
             return tensor
-        # Without a source, each rank takes its part of its own tensor, and nothing is sent.
+        # Without a source, each rank takes its part of the tensor that it has, and nothing is sent.
         shard = distribute_tensor(tensor.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
         return shard.to(to_local(parameter).device, copy=True)
 

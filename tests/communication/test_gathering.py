@@ -260,7 +260,7 @@ def alone_in_a_batch(backend: str) -> str:
     with unitrain.init(backend=backend, device="cpu", timeout_s=20) as strategy:
         with strategy.evaluation(nn.Identity()):
             for batch in strategy.dataloader(torch.arange(1.0), global_batch_size=4):
-                with pytest.raises(UsageError, match="gather was called .* Call it after the loop") as error:
+                with pytest.raises(UsageError, match=r"gather was called .* Call it after the loop") as error:
                     strategy.gather(batch)
                 return str(error.value)
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,7 +60,20 @@ def loss_of_means(model: nn.Module, x: Tensor, mean: Callable[[Tensor], Tensor])
     """Return this rank's mean of a function of global means, plus a function of one."""
     scores = model(x)
     center = mean(scores.mean(0))
-    return softplus(scores[:, 0] - center[1]).mean() + (scores - center).square().mean() + center[0].exp()
+    loss: Tensor = softplus(scores[:, 0] - center[1]).mean() + (scores - center).square().mean() + center[0].exp()
+    return loss
+
+
+@torch.no_grad()
+def descend(model: nn.Module, gradients: Iterable[Tensor | None]) -> None:
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        if gradient is not None:
+            p.sub_(gradient, alpha=LR)
+
+
+def own_loss(model: nn.Module, x: Tensor, average: Average, mean: Callable[[Tensor], Tensor]) -> Any:
+    """Return the gradient of the loss above."""
+    return average(grad(loss_of_means(model, x, mean), [*model.parameters()]))
 
 
 def train(
@@ -67,19 +81,10 @@ def train(
 ) -> Tensor:
     """Make steps with the gradients of each trainer. Return the weights after each."""
     weights = []
-    for trainer in (pc_grad, pinn):
+    for trainer in (pc_grad, pinn, partial(own_loss, mean=mean)):
         for x in batches():
-            gradients = trainer(model, x, average)
-            with torch.no_grad():
-                for p, gradient in zip(model.parameters(), gradients, strict=True):
-                    p -= LR * (0 if gradient is None else gradient)
+            descend(model, trainer(model, x, average))
             weights.append(flat(model.parameters()))
-    for x in batches():
-        gradients = average(grad(loss_of_means(model, x, mean), [*model.parameters()]))
-        with torch.no_grad():
-            for p, gradient in zip(model.parameters(), gradients, strict=True):
-                p -= LR * gradient
-        weights.append(flat(model.parameters()))
     return torch.stack(weights)
 
 
@@ -108,8 +113,8 @@ def evolve(
                 p.sub_(shard(step, p), alpha=LR)
 
 
-def plain_batches() -> Iterable[Tensor]:
-    return samples().split(BATCH)
+def plain_batches() -> list[Tensor]:
+    return [*torch.split(samples(), BATCH)]
 
 
 def in_a_world(backend: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,7 +125,9 @@ def in_a_world(backend: str) -> tuple[Tensor, Tensor, Tensor]:
         loader = strategy.dataloader(samples(), global_batch_size=BATCH)
         weights = train(model, lambda: loader, strategy.average, strategy.mean)
         applied: list[Tensor] = []
-        optimizer.register_step_pre_hook(lambda *_: applied.append(flat(p.grad for p in model.parameters())))
+        optimizer.register_step_pre_hook(
+            lambda *_: applied.append(flat(p.grad for p in model.parameters() if p.grad is not None))
+        )
         for x in loader:
             loss = loss_of_means(model, x, strategy.mean)
             gradients = strategy.average(grad(loss, [*model.parameters()], retain_graph=True))
@@ -128,7 +135,7 @@ def in_a_world(backend: str) -> tuple[Tensor, Tensor, Tensor]:
             torch.testing.assert_close(flat(gradients), applied[-1], rtol=1e-9, atol=1e-12)
         with strategy.evaluation(model):
             means = [strategy.mean(model(x).mean(0)) for x in loader]
-            torch.testing.assert_close(means, [y.mean(0) for y in model(samples()).split(BATCH)], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(means, [model(x).mean(0) for x in plain_batches()], rtol=1e-9, atol=1e-12)
         return weights, torch.stack(applied), flat(model.parameters())
 
 
@@ -139,9 +146,7 @@ def test_own_gradients_are_those_of_a_plain_loop(backend: str) -> None:
     for x in plain_batches():
         gradients = grad(loss_of_means(model, x, lambda value: value), [*model.parameters()])
         applied.append(flat(gradients))
-        with torch.no_grad():
-            for p, gradient in zip(model.parameters(), gradients, strict=True):
-                p -= LR * gradient
+        descend(model, gradients)
     for result in [in_a_world(backend)] if backend == "single" else run_ranks(in_a_world, backend):
         for actual, expected in zip(result, (weights, torch.stack(applied), flat(model.parameters())), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Weighted means over the ranks of what a script computes itself: gradients, and values with a gradient.
+"""Weighted means over the ranks, for a script that computes gradients itself, or needs values with a gradient.
 
 Each call begins with a small exchange: the ranks compare what they give, and learn each other's weights, so that what
 is wrong on one rank is an error on all. Then there is one all-reduce.

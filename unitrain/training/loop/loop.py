@@ -180,10 +180,10 @@ class TrainingLoop:
             iteration.gathers = True
 
     def weight(self, given: Weight | None) -> float:
-        """Return the weight of what the script has computed from its batch: this rank's number of samples.
+        """Return the weight of a result that the script has computed from its batch: the number of samples.
 
         Args:
-            given: the weight that the script passes; None if it passes none. That of a stand-in is 0 all the same.
+            given: the weight that the script passes, or None. A stand-in has weight 0 in any case.
 
         Returns:
             NaN if several batches are in use, and it matters which one counts.
