@@ -165,7 +165,7 @@ def operations(model: str, small: bool) -> float:
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         training = Training(model, 2, torch.device("meta"), False, small)
         training.loss(training.build()(training.images)).backward()  # type: ignore[no-untyped-call]
-    return counter.get_total_flops() / 2
+    return float(counter.get_total_flops()) / 2
 
 
 def matrix_product(device: torch.device, size: int) -> float:

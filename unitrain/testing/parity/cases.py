@@ -117,7 +117,7 @@ class Network(nn.Module):
         """Return the logits (rows, classes) of images (rows, 1, 8, 8)."""
         x = torch.relu(self.normalise(self.convolution(images)))
         # The mean of each quarter: torch's pooling layers have no deterministic backward on GPUs.
-        x = x.unflatten(2, (2, 4)).unflatten(4, (2, 4)).mean((3, 5)).flatten(1)
+        x = x.reshape(len(x), 6, 2, 4, 2, 4).mean((3, 5)).flatten(1)
         x = torch.tanh(self.first(x))
         x = torch.tanh(self.third(torch.tanh(self.second(x))))
         out: Tensor = self.last(x)
