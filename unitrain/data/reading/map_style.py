@@ -127,7 +127,7 @@ def _has_epochs(dataset: Any) -> bool:
 
 
 def _comparison(epoch: Epoch, seed: int, number: int) -> Request:
-    """Return a request for digests of samples at even distances in what is left of an epoch."""
+    """Return a request for digests of samples at even distances in the rest of an epoch."""
     start, end = epoch.plan.start, epoch.plan.end
     positions = np.unique(np.linspace(start, max(start, end - 1), COMPARED, dtype=np.int64)[: end - start])
     samples = epoch.order.take(positions)
