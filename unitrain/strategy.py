@@ -291,8 +291,7 @@ class Strategy:
         """
         if closure is None:
             return self._step.update(optimizer, scheduler)
-        with self._closures.passed(optimizer, closure):
-            return self._step.update(optimizer, scheduler)
+        return self._closures.update(optimizer, scheduler, closure)
 
     def average(self, gradients: T, weight: Weight | None = None) -> T:
         """Return the mean of the ranks' gradients, for a script that computes them itself. Collective.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from unitrain.errors import NonFiniteError, UsageError
+from unitrain.communication.comparison import difference_between_ranks
+from unitrain.errors import CommunicationError, NonFiniteError, UsageError
 from unitrain.training.loop.script_gradients import check_settings
 from unitrain.training.loop.sockets import Sockets
-from unitrain.training.loop.step import TrainingStep
-from unitrain.training.models.in_sync import compare_tensors
+from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.windows.window import Window
 
 
@@ -29,15 +28,14 @@ class Closures:
     def __init__(self, sockets: Sockets, step: TrainingStep) -> None:
         self._config, self._ranks, self._step = sockets.config, sockets.communicator, step
 
-    @contextmanager
-    def passed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[None]:
-        """Pass a closure to ``optimizer.step()`` in the block.
+    def update(self, optimizer: Optimizer, scheduler: Any, closure: Callable[[], Any]) -> StepResult:
+        """Make a step with a closure, which is passed to ``optimizer.step()``. Collective.
 
         If the optimizer has no gradients yet, the closure is evaluated before, since hooks and the guard judge a step
         by its first gradients.
 
         Raises:
-            UsageError: the settings don't allow closures.
+            UsageError: the settings don't allow closures, or the optimizer no shards.
         """
         check_settings(self._config, "update() was passed a closure")
         if self._ranks.sharding.of_optimizers:
@@ -53,7 +51,14 @@ class Closures:
 
         hook = optimizer.register_step_pre_hook(pass_closure)
         try:
-            yield
+            return self._step.update(optimizer, scheduler)
+        except RuntimeError as error:
+            if "unevenly sharded" not in str(error):
+                raise
+            raise UsageError(
+                f"{type(optimizer).__name__} joins all gradients into a vector, which torch can't do if a parameter's "
+                "first dimension is no multiple of the number of ranks: use backend ddp or horovod."
+            ) from error
         finally:
             hook.remove()
             window.clear()
@@ -62,10 +67,13 @@ class Closures:
         """Call a closure, and return its loss, which must be the same on all ranks. Collective."""
         with torch.enable_grad():
             loss = closure()
-        if self._step.averaging.in_step and loss is not None:
-            named = [("the loss", torch.as_tensor(loss).detach())]
-            advice = "Return strategy.mean(loss) from the closure, or None if the optimizer needs no loss."
-            compare_tensors(self._ranks, named, "the closure's losses differ between the ranks", advice)
+        if self._step.averaging.in_step:
+            facts = {"loss": None if loss is None else torch.as_tensor(loss).item()}
+            if difference := difference_between_ranks(self._ranks, facts):
+                raise CommunicationError(
+                    f"the closure's losses differ between the ranks: the {' is '.join(difference)}. Return "
+                    "strategy.mean(loss) from the closure, or None if the optimizer needs no loss."
+                )
         return loss
 
     def _reevaluate(self, window: Window, closure: Callable[[], Any]) -> Any:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
-from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.sharded_guard import guard_for
 from unitrain.training.hooks import Hooks
 from unitrain.training.loop.averaging import Averaging, Replicas
@@ -83,7 +82,7 @@ class TrainingStep:
         self._differentiate = Backward(self._weights, self.scale, on_host=ranks.device.type == "cpu", averaged=averaged)
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
         self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
-        self.guard: GuardedStep = guard_for(ranks, config.clip_norm, config.clip_value, self.judge.forbids)
+        self.guard = guard_for(ranks, config.clip_norm, config.clip_value, self.judge.forbids)
         self.check_verdicts()
         self.windows: Windows = Windows(
             ranks,
