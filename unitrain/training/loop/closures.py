@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from unitrain.communication.comparison import difference_between_ranks
-from unitrain.errors import CommunicationError, NonFiniteError, UsageError
+from unitrain.errors import NonFiniteError, UsageError
 from unitrain.training.loop.script_gradients import check_settings
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import StepResult, TrainingStep
+from unitrain.training.models.in_sync import compare_tensors
 from unitrain.training.windows.window import Window
 
 
@@ -67,13 +67,10 @@ class Closures:
         """Call a closure, and return its loss, which must be the same on all ranks. Collective."""
         with torch.enable_grad():
             loss = closure()
-        if self._step.averaging.in_step:
-            facts = {"loss": None if loss is None else torch.as_tensor(loss).item()}
-            if difference := difference_between_ranks(self._ranks, facts):
-                raise CommunicationError(
-                    f"the closure's losses differ between the ranks: the {' is '.join(difference)}. Return "
-                    "strategy.mean(loss) from the closure, or None if the optimizer needs no loss."
-                )
+        if self._step.averaging.in_step and loss is not None:
+            named = [("the loss", torch.as_tensor(loss).detach())]
+            advice = "Return strategy.mean(loss) from the closure, or None if the optimizer needs no loss."
+            compare_tensors(self._ranks, named, "the closure's losses differ between the ranks", advice)
         return loss
 
     def _reevaluate(self, window: Window, closure: Callable[[], Any]) -> Any:
