@@ -63,7 +63,6 @@ class InSyncCheck(StepHook):
             check_in_sync(self.communicator, self.prepared.unwrap(module), tolerance=_ROUNDING)
 
 
-@torch.no_grad()
 def check_in_sync(
     communicator: Communicator, module: nn.Module, tolerance: float | None = 0.0, *, buffers: bool = True
 ) -> None:
