@@ -291,8 +291,7 @@ class Strategy:
         """
         if closure is None:
             return self._step.update(optimizer, scheduler)
-        with self._closures.passed(optimizer, closure):
-            return self._step.update(optimizer, scheduler)
+        return self._closures.update(optimizer, scheduler, closure)
 
     def average(self, gradients: T, weight: Weight | None = None) -> T:
         """Return the mean of the ranks' gradients, for a script that computes them itself. Collective.
@@ -303,7 +302,7 @@ class Strategy:
 
         Args:
             gradients: a list, a tuple or a dict of dense floating-point tensors without a graph; the same structure,
-                shapes and dtypes on all ranks. A None counts as zeros, and stays None if no rank has a tensor.
+                shapes and dtypes on all ranks. A None stays None: pass zeros if other ranks have a tensor.
             weight: weight of this rank's gradients, the number of its tokens, say. Default: the number of samples in
                 the batch of the strategy's loader that is in use; without such a loader all ranks weigh the same. A
                 stand-in has weight 0 in any case. Gradients of weight 0 may be NaN.

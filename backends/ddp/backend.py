@@ -157,10 +157,8 @@ class DDPBackend(ProcessGroupBackend):
         DDP would do so once more in its next backward.
         """
         needed = {wrapped for p, wrapped in self._averaged.items() if p in parameters}
-        complete = bool(parameters) and all(
-            p in parameters for p, wrapped in self._averaged.items() if wrapped in needed
-        )
-        if complete or self._needs_ddp:
+        complete = all(p in parameters for p, wrapped in self._averaged.items() if wrapped in needed)
+        if (complete and parameters) or self._needs_ddp:
             return False
         wrappers = [reference() for reference in self._wrapped]
         # Each rank frees one that the script has dropped at another time.

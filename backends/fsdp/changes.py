@@ -6,8 +6,8 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from types import FrameType
-from typing import Any, NoReturn
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,32 +99,28 @@ def refuse_assigned(unit: Any, leaves: dict[Tensor, Tensor], names: dict[Tensor,
         leaves: the whole parameter for each of its shards.
         names: of the shards.
     """
+    # An assignment to the data of a DTensor gives it another storage, and leaves its local tensor as it is.
     places = [
-        (layer, key, shard, leaves[shard], shard.untyped_storage())
+        (names[shard], layer, key, (shard.untyped_storage(), leaves[shard].untyped_storage()))
         for layer in unit.modules()
         for key, shard in layer.named_parameters(recurse=False)
         if shard in leaves
     ]
 
     def check(module: nn.Module, args: Any) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        for _ in range(_FRAMES):
-            # Refused even with the shards themselves: torch.autograd.grad would say that the graph does not use them.
-            if frame is not None and frame.f_code.co_name == "functional_call":
-                refuse(next((name for name, _ in module.named_parameters()), "the model"))
-            frame = frame and frame.f_back
-        for layer, key, shard, leaf, storage in places:
-            present = getattr(layer, key, None)
-            # An assignment to the data of a DTensor gives it another storage, and leaves its local tensor as it is.
-            if (present is not shard and present is not leaf) or shard.untyped_storage() is not storage:
-                refuse(names[shard])
-
-    def refuse(name: str) -> NoReturn:
-        raise UsageError(
-            f"{name} was replaced, by functional_call for example, or its .data assigned to, but FSDP gathers the "
-            "shard as it was: use backend ddp or horovod with functional_call, as in MAML, and change shards in place "
-            "(p.data.copy_(values) in place of p.data = values)."
-        )
+        frames = islice(traceback.walk_stack(sys._getframe(1)), _FRAMES)
+        # Refused even with the shards themselves: torch.autograd.grad would say that the graph does not use them.
+        if any(frame.f_code.co_name == "functional_call" for frame, _ in frames):
+            replaced = [name for name, _ in module.named_parameters()]
+        else:
+            tensors = [(name, getattr(layer, key, None), known) for name, layer, key, known in places]
+            replaced = [name for name, p, known in tensors if p is None or p.untyped_storage() not in known]
+        if replaced:
+            raise UsageError(
+                f"{replaced[0]} was replaced, by functional_call for example, or its .data assigned to, but FSDP "
+                "gathers the shard as it was: use backend ddp or horovod with functional_call, as in MAML, and change "
+                "shards in place (p.data.copy_(values) in place of p.data = values)."
+            )
 
     unit.register_forward_pre_hook(eager(check), prepend=True)  # before fully_shard's hooks replace them
 

@@ -1,4 +1,4 @@
-"""Examples of docs/training/ that train the same model on any number of ranks: contrastive, generating, two loaders."""
+"""Examples of docs/training/ that train the same model on any number of ranks, of losses, gradients, data and files."""
 
 from __future__ import annotations
 
@@ -29,17 +29,24 @@ def example(page: str, has: str, **settings: Any) -> dict[str, Any]:
     return names
 
 
-def contrasted() -> list[Tensor]:
-    """Return the weights of the contrastive example."""
-    names = example("loss", "class Towers")
+def weights_of(page: str, has: str) -> list[Tensor]:
+    """Return the weights that an example trains."""
+    names = example(page, has)
     with names["strategy"]:
         return [p.detach().clone() for p in names["model"].parameters()]
 
 
-@pytest.mark.parametrize(("launcher", "nprocs"), [("spawn", 3), pytest.param("horovodrun", 2, marks=HOROVOD)])
-def test_a_contrastive_loss_trains_the_same_model(launcher: Any, nprocs: int) -> None:
-    alone = contrasted()
-    for weights in run_ranks(contrasted, nprocs=nprocs, launcher=launcher):
+@pytest.mark.parametrize(
+    ("page", "has", "launcher", "nprocs"),
+    [
+        ("loss", "class Towers", "spawn", 3),
+        pytest.param("loss", "class Towers", "horovodrun", 2, marks=HOROVOD),
+        ("own-gradients", "torch.clamp(overlap", "spawn", 2),
+    ],
+)
+def test_a_loss_of_all_ranks_trains_the_same_model(page: str, has: str, launcher: Any, nprocs: int) -> None:
+    alone = weights_of(page, has)
+    for weights in run_ranks(weights_of, page, has, nprocs=nprocs, launcher=launcher):
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-9)
 
 

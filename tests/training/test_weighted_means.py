@@ -185,7 +185,7 @@ def test_tensors_of_all_kinds_are_averaged() -> None:
         gradients: dict[str, Any] = {
             "double": torch.full((2, 3), rank + 1.0, dtype=torch.float64).T,
             "half": torch.full((), 6e4, dtype=torch.float16),  # the sum of two overflows
-            "on one rank": None if rank else torch.ones(3, dtype=torch.bfloat16),
+            "zeros on one rank": torch.full((3,), 1.0 - rank, dtype=torch.bfloat16),
             "unused": None,
         }
         if rank:
@@ -195,8 +195,8 @@ def test_tensors_of_all_kinds_are_averaged() -> None:
         assert torch.equal(averaged["double"], torch.full((3, 2), 1.75, dtype=torch.float64))
         assert averaged["half"].item() == gradients["half"].item()
         assert averaged["half"].dtype == torch.float16
-        assert averaged["on one rank"].tolist() == [0.25] * 3
-        assert averaged["on one rank"].dtype == torch.bfloat16
+        assert averaged["zeros on one rank"].tolist() == [0.25] * 3
+        assert averaged["zeros on one rank"].dtype == torch.bfloat16
         assert averaged["unused"] is None
         assert strategy.average([]) == []
         without_samples = (torch.tensor([float("nan") if rank else 2.0]),)
@@ -211,8 +211,9 @@ def test_what_has_no_mean_is_refused_on_all_ranks() -> None:
     with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
         rank, one = strategy.rank, torch.ones(2)
         refused: list[tuple[Any, Any, str]] = [
-            ([one, torch.ones(2 + rank)], 1, r"entry 1 is \['float32', 2\] on rank 0; \['float32', 3\] on rank 1"),
-            ({"a": one, "bc"[rank]: one}, 1, r"entry 'b' is \['float32', 2\] on rank 0; missing on rank 1"),
+            ([one, torch.ones(2 + rank)], 1, r"entry 1 is float32 \[2\] on rank 0; float32 \[3\] on rank 1"),
+            ({"a": one, "bc"[rank]: one}, 1, r"entry 'b' is float32 \[2\] on rank 0; missing on rank 1"),
+            ([None if rank else one], 1, r"zeros for a None .* entry 0 is float32 \[2\] on rank 0; None on rank 1"),
             ([one.long() if rank else one], 1, "entry 0 is .* on rank 1"),
             ([one.long()], 1, "entry 0 is a torch.strided int64 tensor without a graph: pass its to_dense"),
             ([one.to_sparse()], 1, "entry 0 is a torch.sparse_coo float32 tensor without a graph"),

@@ -7,7 +7,6 @@ is wrong on one rank is an error on all. Then there is one all-reduce.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,7 +36,7 @@ def average(ranks: Communicator, gradients: T, weight: float) -> T:
     # Sorted, since a dict may have another order on another rank.
     tensors = {f"entry {key!r}": entries[key] for key in sorted(entries, key=repr)}
     means = _means(ranks, tensors, _weights(ranks, "average", tensors, weight))
-    return cast(T, refilled(gradients, [means[f"entry {key!r}"] for key in entries]))
+    return cast(T, refilled(gradients, [means.get(f"entry {key!r}") for key in entries]))
 
 
 def mean(ranks: Communicator, value: Tensor, count: float) -> Tensor:
@@ -59,7 +58,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, ranks: Communicator, weights: list[float]) -> Tensor:
         ctx.ranks, ctx.weights = ranks, weights
-        return cast(Tensor, _means(ranks, {"": value}, weights)[""])
+        return _means(ranks, {"": value}, weights)[""]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:
@@ -69,8 +68,8 @@ class _Mean(torch.autograd.Function):
         return _Mean.apply(grad, ranks, weights), None, None
 
 
-def _weights(ranks: Communicator, call: str, tensors: dict[str, Any], weight: float) -> list[float]:
-    """Return the weights of all ranks. Fill in zeros for each tensor that is None on this rank only. Collective.
+def _weights(ranks: Communicator, call: str, tensors: Mapping[str, Any], weight: float) -> list[float]:
+    """Return the weights of all ranks. Collective.
 
     Args:
         ranks: the communicator of this process.
@@ -85,16 +84,14 @@ def _weights(ranks: Communicator, call: str, tensors: dict[str, Any], weight: fl
     # The upper bits of the digest are exact in float64.
     facts = torch.tensor([derived_seed(forms) >> 11, weight], dtype=torch.float64)
     digests, weights = ranks.all_gather(facts).T.tolist()
-    if len(set(digests)) > 1:
-        known = {name: form for each in ranks.all_gather_data(forms) for name, form in each.items() if form}
-        forms = {name: form or known.get(name, form) for name, form in forms.items()}
-        if difference := difference_between_ranks(ranks, forms):
-            raise UsageError(f"{call}() needs the same tensors on all ranks, but {' is '.join(difference)}.")
+    if len(set(digests)) > 1 and (difference := difference_between_ranks(ranks, forms)):
+        raise UsageError(
+            f"{call}() needs the same tensors on all ranks, and zeros for a None of some ranks only, but "
+            f"{' is '.join(difference)}."
+        )
     for name, form in forms.items():
-        if form and form[0].startswith("a "):
-            raise UsageError(f"{call}() takes dense floating-point tensors without a graph, but {name} is {form[0]}.")
-        if form and tensors[name] is None:
-            tensors[name] = torch.zeros(form[1:], dtype=getattr(torch, form[0]), device=ranks.device)
+        if form.startswith("a "):
+            raise UsageError(f"{call}() takes dense floating-point tensors without a graph, but {name} is {form}.")
     if not sum(weights) or not all(0 <= each < torch.inf for each in weights):
         raise UsageError(
             f"the weights in {call}() are {by_rank(enumerate(weights))}: pass the number of samples, or of tokens, on "
@@ -104,27 +101,26 @@ def _weights(ranks: Communicator, call: str, tensors: dict[str, Any], weight: fl
     return cast(list[float], weights)
 
 
-def _form(ranks: Communicator, tensor: Any) -> list[Any]:
-    """Return the form of a tensor, as the ranks compare it; empty for None; "a ..." if it has no mean."""
+def _form(ranks: Communicator, tensor: Any) -> str:
+    """Return the form of a tensor, as the ranks compare it; "a ..." if it has no mean."""
     if not isinstance(tensor, Tensor):
-        return [] if tensor is None else [f"a {type(tensor).__name__}"]
-    kind, graph = str(tensor.dtype).removeprefix("torch."), "without" if tensor.grad_fn is None else "with"
+        return "None" if tensor is None else f"a {type(tensor).__name__}"
     if ranks.sharding.is_sharded(tensor):
-        kind = "a shard: backward has averaged it over the ranks already, with equal weights"
-    elif tensor.layout != torch.strided or not tensor.is_floating_point() or graph == "with":
-        kind = f"a {tensor.layout} {kind} tensor {graph} a graph: pass its to_dense(), float() or detach()"
-    return [kind, *tensor.shape]
+        return "a shard: backward has averaged it over the ranks already, with equal weights"
+    dtype, graph = str(tensor.dtype).removeprefix("torch."), "without" if tensor.grad_fn is None else "with"
+    if tensor.layout != torch.strided or not tensor.is_floating_point() or graph == "with":
+        return f"a {tensor.layout} {dtype} tensor {graph} a graph: pass its to_dense(), float() or detach()"
+    return f"{dtype} {[*tensor.shape]}"
 
 
-def _means(ranks: Communicator, tensors: dict[str, Any], weights: list[float]) -> dict[str, Any]:
-    """Return the weighted means of the ranks' tensors, as new tensors. Collective."""
+def _means(ranks: Communicator, tensors: Mapping[str, Any], weights: list[float]) -> dict[str, Tensor]:
+    """Return the weighted means of the ranks' tensors, as new tensors, without those that are None. Collective."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    # A sum in 16 bits may overflow where the mean does not.
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in present.values()), torch.float32)
-    parts = [tensor.detach().reshape(-1).to(ranks.device, dtype) for tensor in present.values()]
-    flat = torch.cat([torch.zeros(0, dtype=dtype, device=ranks.device), *parts])
+    parts = [tensor.detach().reshape(-1).to(ranks.device) for tensor in present.values()]
+    # In float32 at least: a sum in 16 bits may overflow where the mean does not.
+    flat = torch.cat([torch.zeros(0, device=ranks.device, dtype=torch.float32), *parts])
     share = weights[ranks.rank] / sum(weights)
     # Without samples, there may be NaN.
     split = torch.split(ranks.all_reduce(flat.mul_(share) if share else flat.zero_()), [*map(len, parts)])
     means = zip(present.items(), split, strict=True)
-    return tensors | {name: torch.empty_like(like).copy_(part.view(like.shape)) for (name, like), part in means}
+    return {name: torch.empty_like(like).copy_(part.view(like.shape)) for (name, like), part in means}

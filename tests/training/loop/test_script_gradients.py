@@ -213,7 +213,7 @@ def test_an_update_without_gradients_is_refused() -> None:
     strategy = strategy_of()
     net = model_of()
     _, optimizer = strategy.prepare(net, sgd(net))
-    with pytest.raises(UsageError, match=r"without a backward\(\) before it, and optimizer 0 has no gradients"):
+    with pytest.raises(UsageError, match=r"without a backward\(\) before it, and the SGD has no gradients"):
         strategy.update(optimizer)
 
 

@@ -7,7 +7,7 @@ it ``Replicas``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from weakref import ref
 
@@ -235,12 +235,15 @@ class GradientAveraging(Averaging):
         return finish
 
     def _prepare_for(self, windows: list[Window]) -> None:
-        """Prepare for the first backward that these windows share. Collective."""
+        """Prepare for the first backward that these windows share, or without windows for the script's. Collective."""
         self._latest = windows
         if tuple(windows) in self._known:
             return
-        self._expect_gradients({p for window in windows for p in window.trained})
-        self._latest = windows
+        if self._backend.expect_gradients({p for window in windows for p in window.trained}):
+            for group in dict.fromkeys(self._finishers.values()):
+                self._watch([p for p, finish in self._finishers.items() if finish is group])
+            self._follow()
+            self._latest = windows
         self._known.add(tuple(windows))
         finishers = {finish for window in windows for finish in self._progress[window.reference].finishers}
         if not self._backend.matches_by_name:
@@ -249,18 +252,11 @@ class GradientAveraging(Averaging):
             for finish in finishers & self._reducers.keys():
                 self._reducers[finish].overlap &= alone
 
-    def _expect_gradients(self, parameters: Set[Parameter]) -> None:
-        """Have the core's buckets average from now on if the backend can't average those of these parameters alone."""
-        if self._backend.expect_gradients(parameters):
-            for group in dict.fromkeys(self._finishers.values()):
-                self._watch([p for p, finish in self._finishers.items() if finish is group])
-            self._follow()
-
     def leave_to_script(self) -> None:
         """Average no gradients of backwards that are not between ``begin`` and ``end``: the script does. Collective."""
         if not self._left_to_script:
             self._left_to_script = True
-            self._expect_gradients(set())
+            self._prepare_for([])
             self.expect(last=False)
 
     def expect(self, last: bool) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial, update_wrapper
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from unitrain.errors import UsageError
-from unitrain.training.gradients.sharded_guard import guard_for
-from unitrain.training.loop.judge import NonFinitePolicy
+from unitrain.errors import NonFiniteError, UsageError
 from unitrain.training.loop.script_gradients import check_settings
 from unitrain.training.loop.sockets import Sockets
-from unitrain.training.loop.step import TrainingStep
+from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.models.in_sync import compare_tensors
 from unitrain.training.windows.window import Window
 
@@ -29,65 +26,72 @@ class Closures:
     """
 
     def __init__(self, sockets: Sockets, step: TrainingStep) -> None:
-        self._config, self._ranks = config, ranks = sockets.config, sockets.communicator
-        self._windows, self._hooks, self._averaging = step.windows, step.hooks, step.averaging
-        self._nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
-        self._guard = guard_for(ranks, config.clip_norm, config.clip_value, lambda norm: False)
-        self._hooks.add_hook(self._guard)
-        self._call_backward = False  # whether the last closure called the strategy's
+        self._config, self._ranks, self._step = sockets.config, sockets.communicator, step
 
-    @contextmanager
-    def passed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[None]:
-        """Pass a closure to ``optimizer.step()`` in the block.
+    def update(self, optimizer: Optimizer, scheduler: Any, closure: Callable[[], Any]) -> StepResult:
+        """Make a step with a closure, which is passed to ``optimizer.step()``. Collective.
 
         If the optimizer has no gradients yet, the closure is evaluated before, since hooks and the guard judge a step
         by its first gradients.
 
         Raises:
-            UsageError: the settings don't allow closures.
+            UsageError: the settings don't allow closures, or the optimizer no shards.
         """
         check_settings(self._config, "update() was passed a closure")
         if self._ranks.sharding.of_optimizers:
             raise UsageError("shard_optimizer does not support closures, which need all parameters: set it to false.")
-        window = self._windows.register(optimizer)
+        window = self._step.windows.register(optimizer)
         if window.last is None and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
-            self._evaluate(window, closure)
-        replaced = {name: step for name, step in vars(optimizer).items() if name == "step"}  # by a scheduler
-        evaluated = partial(optimizer.step, partial(self._reevaluate, window, closure))
-        vars(optimizer)["step"] = update_wrapper(evaluated, optimizer.step)
+            self._evaluate(closure)
+        # Once: a step() may call that of its base class without a closure.
+        closures = [partial(self._reevaluate, window, closure)]
+
+        def pass_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            return ((optimizer, closures.pop()), kwargs) if closures else None
+
+        hook = optimizer.register_step_pre_hook(pass_closure)
         try:
-            yield
+            return self._step.update(optimizer, scheduler)
+        except RuntimeError as error:
+            if "unevenly sharded" not in str(error):
+                raise
+            raise UsageError(
+                f"{type(optimizer).__name__} joins all gradients into a vector, which torch can't do if a parameter's "
+                "first dimension is no multiple of the number of ranks: use backend ddp or horovod."
+            ) from error
         finally:
-            del vars(optimizer)["step"]
-            vars(optimizer).update(replaced)
+            hook.remove()
             window.clear()
 
-    def _evaluate(self, window: Window, closure: Callable[[], Any]) -> Any:
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call a closure, and return its loss, which must be the same on all ranks. Collective."""
-        # A backward of the script must not average: the gradients then differ between the ranks, and it is refused.
-        self._averaging.expect(self._call_backward)
         with torch.enable_grad():
             loss = closure()
-        self._call_backward = window.last is not None
-        if self._averaging.in_step and loss is not None:
+        if self._step.averaging.in_step and loss is not None:
             named = [("the loss", torch.as_tensor(loss).detach())]
             advice = "Return strategy.mean(loss) from the closure, or None if the optimizer needs no loss."
             compare_tensors(self._ranks, named, "the closure's losses differ between the ranks", advice)
         return loss
 
     def _reevaluate(self, window: Window, closure: Callable[[], Any]) -> Any:
-        """Evaluate a closure within an optimizer's step, with averaged and clipped gradients. Collective."""
-        averaged = self._averaging.in_step
+        """Evaluate a closure within an optimizer's step, with averaged and clipped gradients. Collective.
+
+        Raises:
+            NonFiniteError: a loss or a gradient is not finite, under any policy.
+        """
+        step = self._step
         window.clear()
-        with self._hooks.suspended("update"):
-            loss = self._evaluate(window, closure)
+        with step.hooks.suspended("update"):
+            loss = self._evaluate(closure)
         if window.last is None:
-            self._windows.take(window)
-        if averaged:
-            self._averaging.finish(window)
-        gradients = self._guard.gradients(window.parameters)
+            step.windows.take(window)
+        step.averaging.finish(window)
+        gradients = step.guard.gradients(window.parameters)
         if window.total.weight is not None:
             window.rescale(gradients, 1)
-        if not self._guard.clip(window.parameters, gradients, () if averaged else window.evidence.losses):
-            self._nonfinite.end_closure(window, averaged=averaged)
+        if not step.guard.clip(window.parameters, gradients, window.evidence.losses):
+            policy = step.judge.nonfinite
+            findings = policy.findings(window, averaged=step.averaging.in_step)
+            message = policy.message(findings, window.parameters, "in an evaluation of the closure within a step")
+            raise NonFiniteError(f"{message} The optimizer has moved the weights since: continue from a checkpoint.")
         return loss

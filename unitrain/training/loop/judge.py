@@ -110,16 +110,6 @@ class NonFinitePolicy:
             self.end(message)
         self._print(f"unitrain: {message} The step was skipped on all ranks.")
 
-    def end_closure(self, window: Window, *, averaged: bool) -> NoReturn:
-        """End the run in an evaluation of a closure, as ``handle`` does. The optimizer has moved the weights by then.
-
-        Raises:
-            NonFiniteError: under any policy.
-        """
-        findings = self.findings(window, averaged=averaged)
-        message = self.message(findings, window.parameters, "in an evaluation of the closure within a step")
-        raise NonFiniteError(f"{message} The optimizer has moved the weights since: continue from a checkpoint.")
-
     def end(self, message: str) -> NoReturn:
         """End the run: raise NonFiniteError under ``raise``, and Stopped under ``stop``."""
         advice = "The weights are those before it. Set on_nonfinite to skip to skip such steps."

@@ -34,26 +34,22 @@ class ScriptGradients:
         The batches that loaders have yielded since the last step count as trained on.
 
         Raises:
-            UsageError: there are none, or the settings need those that ``backward`` computes.
+            UsageError: the settings need those that ``backward`` computes.
             CommunicationError: they differ between the ranks; on all ranks.
         """
         ranks, averaging = self._sockets.communicator, self._sockets.averaging
-        call = "update() was called without a backward() before it"
-        if all(p.grad is None for p in window.trained):
-            raise UsageError(f"{call}, and {window.name} has no gradients that the script has set, on this rank.")
-        check_settings(self._sockets.config, call)
-        if averaging.in_step:
-            averaging.leave_to_script()
-            if (number := next(self._numbers)) < _COMPARED or number % _INTERVAL == 0:
-                local = [p for p in window.trained if not ranks.sharding.is_sharded(p)]
-                # NaN stands for none, which optimizers treat in another way than zeros.
-                gradients = [torch.full_like(p, torch.nan) if p.grad is None else p.grad for p in local]
-                named = list(zip(map(self._sockets.prepared.name, local), gradients, strict=True))
-                advice = (
-                    "Average the gradients that the script computes, by strategy.average, and draw random numbers for "
-                    "them from one seed on all ranks; or have strategy.backward compute them."
-                )
-                compare_tensors(ranks, named, "the ranks' gradients differ", advice)
+        check_settings(self._sockets.config, "update() was called without a backward() before it")
+        averaging.leave_to_script()
+        if averaging.in_step and ((number := next(self._numbers)) < _COMPARED or number % _INTERVAL == 0):
+            local = [p for p in window.trained if not ranks.sharding.is_sharded(p)]
+            # NaN stands for none, which optimizers treat in another way than zeros.
+            gradients = [torch.full_like(p, torch.nan) if p.grad is None else p.grad for p in local]
+            named = list(zip(map(self._sockets.prepared.name, local), gradients, strict=True))
+            advice = (
+                "Average the gradients that the script computes, by strategy.average, and draw random numbers for them "
+                "from one seed on all ranks; or have strategy.backward compute them."
+            )
+            compare_tensors(ranks, named, "the ranks' gradients differ", advice)
         self._sockets.batches.train_on_all()
         window.leave(last=True)
 

@@ -60,6 +60,8 @@ class TrainingStep:
         windows: the accumulation window of each optimizer.
         checks: look at the script's calls.
         scale: of losses, under fp16.
+        guard: clips the gradients, and makes the optimizer's step.
+        judge: deals with steps that are not made.
         window_end_actions: what ``at_window_end`` was passed, and has not been called yet.
     """
 
@@ -79,8 +81,8 @@ class TrainingStep:
         self._weights = Weights(ranks, config.accumulate, self.averaging.unit)
         self._differentiate = Backward(self._weights, self.scale, on_host=ranks.device.type == "cpu", averaged=averaged)
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
-        self._judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
-        self._guard = guard_for(ranks, config.clip_norm, config.clip_value, self._judge.forbids)
+        self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
+        self.guard = guard_for(ranks, config.clip_norm, config.clip_value, self.judge.forbids)
         self.check_verdicts()
         self.windows: Windows = Windows(
             ranks,
@@ -94,7 +96,7 @@ class TrainingStep:
             complete=self.averaging.complete,
             take=ScriptGradients(sockets).take,
         )
-        for hook in filter(None, (self.averaging, self._guard, self.checks.direct, self.checks)):
+        for hook in filter(None, (self.averaging, self.guard, self.checks.direct, self.checks)):
             self.hooks.add_hook(hook)
 
     # ------------------------------------------------------------------------------- the order of a step, on one page
@@ -128,7 +130,7 @@ class TrainingStep:
             return _WITHIN_WINDOW
         if self.averaging.in_step:
             self.averaging.finish(window)  # average
-        gradients = self._guard.gradients(window.parameters)
+        gradients = self.guard.gradients(window.parameters)
         if not gradients:
             self.checks.no_gradients(window.name)
         if window.total.weight is not None or window.micro_batches != self._accumulate:
@@ -204,15 +206,20 @@ class TrainingStep:
             for begin in self.hooks.before_update:
                 begin(optimizer, parameters)
             if self.averaging.in_step:  # averaged gradients show every rank's loss
-                stepped, norm = self._guard(optimizer, parameters, gradients, ())
+                stepped, norm = self.guard(optimizer, parameters, gradients, ())
             elif evidence.loss_is_finite:
                 # No NaN was added to a gradient: the guard checks the losses as well.
-                stepped, norm = self._guard(optimizer, parameters, gradients, evidence.losses)
+                stepped, norm = self.guard(optimizer, parameters, gradients, evidence.losses)
             for end in self.hooks.after_update:
                 end(optimizer, parameters, stepped)
-        except BaseException:
+        except BaseException as error:
             for failed in self.hooks.after_error:
                 failed(optimizer)
+            if isinstance(error, TypeError) and "'closure'" in str(error):
+                raise UsageError(
+                    f"{type(optimizer).__name__} evaluates the loss several times in a step, by a closure: pass it to "
+                    "strategy.update(optimizer, closure=closure) in place of strategy.step, as the page on closures shows."
+                ) from error
             raise
         if not stepped:
             self._go_on_without(window, norm)
@@ -221,7 +228,7 @@ class TrainingStep:
     def _go_on_without(self, window: Window, norm: Tensor | None) -> None:
         """Continue without the step, or end the run, without the gradients of all complete windows."""
         try:
-            self._judge.not_made(window, norm, self._pulse.step + 1)
+            self.judge.not_made(window, norm, self._pulse.step + 1)
         except BaseException:
             for complete in self.windows:
                 if complete.last:  # they share the loss
@@ -317,7 +324,7 @@ class TrainingStep:
 
     def check_verdicts(self) -> None:
         """Follow a change of the verdicts: compute the norm of the gradients in each step if one needs it."""
-        self._guard.measure(for_verdicts=self._judge.reads_norms)
+        self.guard.measure(for_verdicts=self.judge.reads_norms)
 
     def close(self) -> None:
         """Remove the hooks of parameters and optimizers."""

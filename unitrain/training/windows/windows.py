@@ -149,10 +149,13 @@ class Windows:
 
     def _take_gradients(self, optimizer: Optimizer) -> Window:
         """Take the gradients that the script has set for an optimizer, and return its window."""
-        if optimizer in self._dropped:
-            raise UsageError("update() was called for an optimizer that another rank has dropped.")
+        gradients = [(p, p.grad) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+        if optimizer in self._dropped or all(gradient is None for _, gradient in gradients):
+            raise UsageError(
+                f"update() was called without a backward() before it, and the {type(optimizer).__name__} has no "
+                "gradients that the script has set, on this rank; or another rank has dropped this optimizer."
+            )
         window = self.register(optimizer)
-        gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
         self._follow(window, optimizer)
         for parameter, gradient in gradients:
             parameter.grad = gradient  # that of a parameter which the window did not have before was dropped
@@ -168,9 +171,7 @@ class Windows:
         window = self._of.get(id(optimizer))
         if window is None:
             if not isinstance(optimizer, Optimizer):
-                raise UsageError(
-                    f"step(), backward() and update() take torch optimizers, not {type(optimizer).__name__}."
-                )
+                raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
             for registered in self._hooks.registered:
                 registered(optimizer)
             name = f"optimizer {self._registered}"
