@@ -282,7 +282,7 @@ class Strategy:
                 loss over all ranks. It is passed to ``optimizer.step``.
 
         Raises:
-            UsageError: there are no gradients, or the settings need those of ``backward``.
+            UsageError: there are no gradients, or the settings need gradients that ``backward`` computes.
             CommunicationError: the gradients that the script has set differ between the ranks.
             NonFiniteError: a gradient is not finite in a later evaluation of the closure; or as in ``step``.
 

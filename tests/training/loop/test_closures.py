@@ -207,6 +207,13 @@ def test_a_closure_that_would_make_other_steps_on_each_rank_is_refused(case: str
         run_ranks(refused, case)
 
 
+def test_step_names_the_call_that_takes_a_closure() -> None:
+    strategy = strategy_of()
+    model, optimizer = strategy.prepare(net := model_of(), MAKE["lbfgs"](net))
+    with pytest.raises(UsageError, match=r"LBFGS .* pass it to strategy\.update\(optimizer, closure=closure\)"):
+        strategy.step(model(data().tensors[0]).square().mean(), optimizer)
+
+
 @pytest.mark.parametrize("evaluation", [1, 2])
 def test_a_non_finite_evaluation(evaluation: int, capfd: pytest.CaptureFixture[str]) -> None:
     strategy = strategy_of(on_nonfinite="skip")

@@ -36,7 +36,7 @@ class PreparedModules:
         shares: each rank's share of the samples, in lowest terms.
 
     Attributes:
-        count: number of modules that were prepared, the same on all ranks; within a trial, those of the trial.
+        count: number of modules that were prepared, the same on all ranks; within a trial, in the trial.
         layers: of all modules, each after the module that it is in.
     """
 
