@@ -275,6 +275,27 @@ def add_on(folder: Path) -> tuple[list[str], int]:
         return errors, state["round"]
 
 
+def test_a_copy_in_memory_stays_as_long_as_states_in_it_wait(tmp_path: Path) -> None:
+    def start(*, fails: bool) -> int:
+        copies = {"every": 1, "folder": str(tmp_path / "memory")}
+        with unitrain.init(backend="single", precision="fp64", memory_copies=copies) as strategy:
+            state = {"round": 0}
+            checkpoint = strategy.checkpoint(tmp_path / "run", state=state)
+            checkpoint.resume()
+            if fails:
+                model, optimizer = strategy.prepare(*made(0))
+                checkpoint.add(model=model, optimizer=optimizer)
+                state["round"] = 3
+                strategy.step(model(INPUTS).sum(), optimizer)
+                raise RuntimeError
+            assert checkpoint.save_now().startswith(str(tmp_path / "memory"))
+            return state["round"]
+
+    with pytest.raises(RuntimeError):
+        start(fails=True)
+    assert [start(fails=False), start(fails=False)] == [3, 3]
+
+
 def test_all_ranks_refuse_what_one_of_them_can_not_load(tmp_path: Path) -> None:
     run_ranks(add_on, tmp_path)
     for errors, loaded in run_ranks(add_on, tmp_path):
@@ -358,9 +379,14 @@ def test_a_signal_waits_for_the_end_of_a_round_and_says_when_it_began(capfd: pyt
 def test_a_signal_within_a_round_that_saves_leaves_one_checkpoint(tmp_path: Path) -> None:
     with unitrain.init(backend="single", precision="fp64") as strategy:
         checkpoint = strategy.checkpoint(tmp_path, state={})
-        with pytest.raises(Stopped), checkpoint.round():
-            checkpoint.save(best=True)
-            strategy._job.stopping.request(SIGNAL, signal.SIGTERM)
+
+        def round_with_a_signal() -> None:
+            with checkpoint.round():
+                checkpoint.save(best=True)
+                strategy._job.stopping.request(SIGNAL, signal.SIGTERM)
+
+        with pytest.raises(Stopped):
+            round_with_a_signal()
         assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000000"]
         assert checkpoint.resume("best")
 

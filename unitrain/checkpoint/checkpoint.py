@@ -23,7 +23,7 @@ from unitrain.checkpoint.waiting import WaitingStates
 from unitrain.checkpoint.writer import Writer
 from unitrain.communication.comparison import first_reason
 from unitrain.errors import CheckpointError, UsageError, by_rank
-from unitrain.job.watch.stopping import RAISE_ERROR, Stopping
+from unitrain.job.watch.stopping import RAISE_ERROR
 from unitrain.process import print_stderr
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
@@ -38,7 +38,6 @@ class Checkpoint:
         origin: the settings of the run.
         sockets: of the run.
         step: of the run.
-        stopping: stops the run when it is saved.
         folder: path or URL of the folder of the checkpoints.
         keep: number of the newest checkpoints that are kept.
         background: whether to write them while training continues.
@@ -59,7 +58,6 @@ class Checkpoint:
         origin: Origin,
         sockets: Sockets,
         step: TrainingStep,
-        stopping: Stopping,
         folder: str | Path,
         *,
         keep: int,
@@ -73,7 +71,7 @@ class Checkpoint:
         self.contents: Contents = contents
         self._origin = origin
         self._step = step
-        self._stopping = stopping
+        self._stopping = stopping = sockets.stopping
         self.folder: Folder = Folder(store_at(folder))
         self._writer = Writer(
             self.folder,
@@ -88,6 +86,7 @@ class Checkpoint:
         self._epoch_end = EpochEnd(contents, step)
         self._waiting: WaitingStates | None = None
         self._hooks: list[CheckpointHook] = []
+        self._changed_at = -1  # after which step objects were added, replaced or removed
         self._round_ended_at: int | None = None  # after which step the last one has ended
         self._deferred: list[bool] = []  # the saves within a round: whether each is the best
         self.closed: bool = False
@@ -139,7 +138,6 @@ class Checkpoint:
                 rank.
             UsageError: ``best`` differs between ranks; on every rank.
         """
-        self._check_trial("save")
         if self._stopping.round_began is not None:
             self._deferred.append(best)
         elif self._step.within_window:  # the gradients of its first micro-batches are in no state
@@ -198,7 +196,7 @@ class Checkpoint:
 
     def _save(self, *, best: bool = False, remembered: Mapping[str, Any] | None = None) -> None:
         if self._waiting is not None:
-            self._waiting.refuse()
+            self._waiting.before_call("save")
         ranks, step = self._communicator, self._step.global_step
         with self._using("save"):
             self.wait()  # raises the error of the previous one
@@ -359,8 +357,7 @@ class Checkpoint:
             if waiting is not None and (misfit := self._misfit(waiting.view, **waiting.options)):
                 raise CheckpointError(misfit)
             self._epoch_end.forget()
-            for hook in self._hooks:
-                hook.changed()
+            self._changed_at = self._step.global_step
             if waiting is not None:
                 taken = ", ".join(sorted(waiting.names & objects.keys()))
                 self._load(waiting, f": {taken}" if taken else "", tells=True)
@@ -443,9 +440,10 @@ class Checkpoint:
             located: the checkpoint, on rank 0.
 
         Returns:
-            False if there is none, or it is damaged.
+            False if there is none, or it is damaged, or the run had other objects then.
         """
-        candidates = [] if located is None else [located]
+        # An earlier one may be of another model.
+        candidates = [] if located is None or located.manifest.step <= self._changed_at else [located]
         with self._prepared.training_weights():
             view = self._open(Search(self.folder, first=candidates, only=True), force=True)
             if view is None:

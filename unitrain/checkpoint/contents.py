@@ -231,10 +231,9 @@ class Contents:
                 f"the checkpoint contains {', '.join(saved)}, but this run has {', '.join(sorted(expected))}: pass the "
                 "same objects, by the same names. Nothing was loaded."
             )
-        for name, was in outlines[RUN].get("classes", {}).items():
-            part = self.of_objects.get(name)
-            if part is None:
-                continue
+        classes = outlines[RUN].get("classes", {})
+        for name in sorted(classes.keys() & self.of_objects.keys()):
+            was, part = classes[name], self.of_objects[name]
             is_scheduler = isinstance(part, SchedulerPart)
             if was != part.class_name and not (new_options if is_scheduler else force):
                 remedy = "use resume(new_options=True), which follows the new schedule" if is_scheduler else NEW_RUN
