@@ -713,12 +713,13 @@ class Strategy:
                 self._step.end()
                 job.leave()
         finally:
+            left = filter(None, [*self._trials.ended, stopping.checkpoint])  # if the run fails
+            stopping.close()
             for close in self._hooks.at_close:
                 close()
-            for checkpoint in filter(None, (*self._trials.ended, stopping.checkpoint)):
-                checkpoint.abandon()  # if the run fails
+            for checkpoint in left:
+                checkpoint.abandon()
             self._trials.ended.clear()  # they have wrapped models, with what they communicate by
-            stopping.close()
             self._step.close()
             self._communicator.collectives.close(failed=job.failed)
             unmark_rank()

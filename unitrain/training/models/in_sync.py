@@ -84,12 +84,11 @@ def check_in_sync(
     local = {buffer for layer in module.modules() if is_unsynchronised(layer) for buffer in layer.buffers()}
     tensors = (*module.named_parameters(), *(module.named_buffers() if buffers else ()))
     named = [(name, t) for name, t in tensors if t not in local and not communicator.sharding.is_sharded(t)]
-    if communicator.world_size > 1:
-        advice = (
-            "It was changed on some ranks only: by a step outside strategy.step, by random numbers that differ between "
-            "ranks, or by loading weights on one rank."
-        )
-        compare_tensors(communicator, named, "the ranks' models differ", advice, tolerance)
+    advice = (
+        "It was changed on some ranks only: by a step outside strategy.step, by random numbers that differ between "
+        "ranks, or by loading weights on one rank."
+    )
+    compare_tensors(communicator, named, "the ranks' models differ", advice, tolerance)
 
 
 @torch.no_grad()
@@ -112,7 +111,7 @@ def compare_tensors(
     Raises:
         CommunicationError: a tensor differs; on every rank.
     """
-    if not named:
+    if communicator.world_size == 1 or not named:
         return
     checksums = torch.stack([_checksum(tensor).to(communicator.device) for _, tensor in named])
     of_ranks = communicator.all_gather(checksums).cpu()  # of shape (ranks, tensors)
