@@ -24,7 +24,7 @@ import unitrain
 from unitrain import CheckpointError, Stopped, UsageError
 from unitrain.errors import UnitrainError
 from unitrain.job.watch.boundaries import Boundaries
-from unitrain.job.watch.stopping import RAISE_ERROR, SIGNAL, Saves, Stopping
+from unitrain.job.watch.stopping import RAISE_ERROR, SIGNAL, Stopping
 from unitrain.pulse import Pulse
 
 ROUNDS, EPOCHS, BATCH, MORE = 4, 2, 4, 3
@@ -331,7 +331,7 @@ def test_saves_and_copies_wait_for_the_end_of_a_round(tmp_path: Path) -> None:
             strategy.backward(model(INPUTS).sum(), sync=False)
 
 
-class Alone(Saves):
+class Alone:
     """The stops of a single process."""
 
     def __init__(self) -> None:
@@ -358,6 +358,10 @@ class Alone(Saves):
     def save_now(self) -> str:
         self.calls.append("save")
         return "there"
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 def test_a_signal_waits_for_the_end_of_a_round_and_says_when_it_began(capfd: pytest.CaptureFixture[str]) -> None:
