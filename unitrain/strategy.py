@@ -49,7 +49,7 @@ from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
-from unitrain.training.trial import Trial, Trials, give
+from unitrain.training.trial import Trial, Trials
 from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights, Weight
 
 T = TypeVar("T")
@@ -63,7 +63,6 @@ class Strategy:
     """Runs a training script on one or many devices and processes. Made by ``unitrain.init``.
 
     Attributes:
-        config: the resolved settings.
         launch: how this process was started: launcher, local rank, local world size.
         rank: rank of this process.
         world_size: number of processes (1 under DataParallel; its GPUs are ``devices``).
@@ -74,7 +73,6 @@ class Strategy:
     """
 
     def __init__(self, backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
-        self.config = config
         self.launch = launch
         self._backend = made = backend(config, launch, pick_device(config.device, launch))
         self.device: torch.device = made.device
@@ -119,15 +117,13 @@ class Strategy:
             config,
             wraps=self.world_size == 1 or self._step.averaging.in_step,
         )
-        self._checkpoint: Checkpoint | None = None
-        self._trials = Trials(sockets, self._step, self._loop, self._preparation, self._job.compare)
-        self._ended: list[tuple[Trial, Checkpoint]] = []  # trials, and checkpoints to be closed
+        self._trials = Trials(sockets, self._step, self._preparation, self._job.compare)
         atexit.register(self._close_at_exit)
 
     def _add_features(self) -> None:
         """Add the features that the settings turn on. If one refuses them, on all ranks alike, leave the job."""
         try:
-            for feature in features.make(self.config):
+            for feature in features.make(self._sockets.config):
                 feature.plug_in(self._sockets)
         except ConfigError:
             self._job.abandon()
@@ -135,6 +131,11 @@ class Strategy:
                 close()
             self._communicator.collectives.close(failed=True)
             raise
+
+    @property
+    def config(self) -> StrategyConfig:
+        """The resolved settings; in a trial, with its seed."""
+        return self._sockets.config
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -625,32 +626,30 @@ class Strategy:
             CheckpointError: the folder can't be written to, has too little space, or is in use by another job; on every
                 rank.
         """
-        if self._checkpoint is not None and not self._checkpoint.closed:
+        if self._job.stopping.checkpoint is not None:
             raise UsageError("a strategy has one checkpoint: pass all objects to it, or call its close() first.")
         ranks = self._communicator
         contents = Contents(objects, self._sockets, self._step, self._preparation.keep_random_states)
         origin = Origin(self.config, dict(config or {}), ranks.world_size, contents.has_loader)
-        self._checkpoint = Checkpoint(
+        checkpoint = Checkpoint(
             contents,
             origin,
             self._sockets,
             self._step,
-            self._job.stopping,
             folder,
             keep=keep,
             background=background,
             incomplete=partial,
         )
         if self._job.watch is not None:
-            self._job.watch.before_restart(self._checkpoint.folder.release)
-        features.attach(self._checkpoint, self._sockets)
+            self._job.watch.before_restart(checkpoint.folder.release)
+        features.attach(checkpoint, self._sockets)
         for opened in self._hooks.at_folder:
             opened(folder)
-        return self._checkpoint
+        return checkpoint
 
-    @contextmanager
-    def trial(self, name: str, seed: int | None = None) -> Iterator[Trial]:
-        """Context manager for a run within the run: a fold of a cross-validation, a point of a sweep. Collective.
+    def trial(self, name: str, seed: int | None = None) -> AbstractContextManager[Trial]:
+        """Return a context manager for a run within the run: a fold of a cross-validation, say. Collective.
 
         Within it, ``global_step`` counts from 0, and random numbers and the orders of loaders follow from the trial's
         seed. So it trains the same weights alone and after others. A checkpoint that is opened in it is closed at its
@@ -672,20 +671,7 @@ class Strategy:
             ...     with strategy.trial(f"lr-{lr}"):
             ...         scores[lr] = train(strategy, lr)
         """
-        trial = self._trials.begin(name, seed)
-        self._tidy_up()
-        with self._trials.within(trial) as stack:
-            give(stack, self, config=self._sockets.config, _checkpoint=None)
-            stack.callback(lambda: self._ended.extend([(trial, self._checkpoint)] if self._checkpoint else []))
-            yield trial
-        self._tidy_up()
-
-    def _tidy_up(self) -> None:
-        """Close the checkpoints of trials that have ended, and forget their modules and optimizers. Collective."""
-        while self._ended:
-            with self._trials.outside(self._ended[-1][0]):
-                self._ended.pop()[1].close()
-        self._step.windows.forget_dropped()
+        return self._trials.run(name, seed)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the original module of a prepared or compiled one."""
@@ -708,7 +694,7 @@ class Strategy:
 
     def close(self) -> None:
         """End communication. Waits for the other ranks, unless this process is failing. Further calls do nothing."""
-        job = self._job
+        job, stopping = self._job, self._job.stopping
         if job.ended:
             return
         if job.pulse.trial and not job.failed:
@@ -719,19 +705,20 @@ class Strategy:
             if not job.failed:  # a failing process keeps its watch, to report the error
                 with job.pulse.within(CLOSING):
                     job.meet(FailureHook.exit_code)
-                    self._tidy_up()
-                    if self._checkpoint is not None:
-                        self._checkpoint.close()
+                    self._trials.tidy_up()
+                    if stopping.checkpoint is not None:
+                        stopping.checkpoint.close()
                     self.barrier()
                 self._step.end()
                 job.leave()
         finally:
-            job.stopping.close()
+            left = filter(None, [*self._trials.ended, stopping.checkpoint])  # if the run fails
+            stopping.close()
             for close in self._hooks.at_close:
                 close()
-            for checkpoint in filter(None, (*(left for _, left in self._ended), self._checkpoint)):
-                checkpoint.abandon()  # if the run fails
-            self._ended, self._checkpoint = [], None  # they have wrapped models, with what they communicate by
+            for checkpoint in left:
+                checkpoint.abandon()
+            self._trials.ended.clear()  # they have wrapped models, with what they communicate by
             self._step.close()
             self._communicator.collectives.close(failed=job.failed)
             unmark_rank()

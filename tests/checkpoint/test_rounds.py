@@ -275,6 +275,27 @@ def add_on(folder: Path) -> tuple[list[str], int]:
         return errors, state["round"]
 
 
+def test_a_copy_in_memory_stays_as_long_as_states_in_it_wait(tmp_path: Path) -> None:
+    def start(*, fails: bool) -> int:
+        copies = {"every": 1, "folder": str(tmp_path / "memory")}
+        with unitrain.init(backend="single", precision="fp64", memory_copies=copies) as strategy:
+            state = {"round": 0}
+            checkpoint = strategy.checkpoint(tmp_path / "run", state=state)
+            checkpoint.resume()
+            if fails:
+                model, optimizer = strategy.prepare(*made(0))
+                checkpoint.add(model=model, optimizer=optimizer)
+                state["round"] = 3
+                strategy.step(model(INPUTS).sum(), optimizer)
+                raise RuntimeError
+            assert checkpoint.save_now().startswith(str(tmp_path / "memory"))
+            return state["round"]
+
+    with pytest.raises(RuntimeError):
+        start(fails=True)
+    assert [start(fails=False), start(fails=False)] == [3, 3]
+
+
 def test_all_ranks_refuse_what_one_of_them_can_not_load(tmp_path: Path) -> None:
     run_ranks(add_on, tmp_path)
     for errors, loaded in run_ranks(add_on, tmp_path):
@@ -321,14 +342,15 @@ class Alone:
 
     def round(self, *kinds: str, error: Exception | None = None) -> None:
         """Run a round, within which there are requests and boundaries."""
-        with self.stopping.round(lambda: self.calls.append("end")):
+        with self.stopping.round():
             for kind in kinds:
                 self.stopping.request(kind, signal.SIGTERM)
-                self.boundaries.held_at -= 34
                 for _ in range(3):
                     self.stopping.pass_boundary()
             if error is not None:
                 raise error
+        self.calls.append("end")
+        self.stopping.pass_boundary()
 
     def wait(self) -> None:
         raise CheckpointError("the disk is full")
@@ -337,8 +359,12 @@ class Alone:
         self.calls.append("save")
         return "there"
 
+    def close(self) -> None: ...
 
-def test_a_signal_waits_for_the_end_of_a_round_and_says_how_long(capfd: pytest.CaptureFixture[str]) -> None:
+    def abandon(self) -> None: ...
+
+
+def test_a_signal_waits_for_the_end_of_a_round_and_says_when_it_began(capfd: pytest.CaptureFixture[str]) -> None:
     alone = Alone()
     alone.stopping.checkpoint = alone
     alone.round()
@@ -348,11 +374,25 @@ def test_a_signal_waits_for_the_end_of_a_round_and_says_how_long(capfd: pytest.C
     alone.stopping.round_began = time.monotonic() - 7  # as a thread sees it that receives the signal
     alone.stopping._receive(signal.SIGTERM)
     assert capfd.readouterr().out.splitlines() == [
-        "unitrain: the request to stop has waited 34 s for the end of the round.",
         "unitrain: stopped by SIGTERM after step 0 and saved in there.",
-        "unitrain: SIGTERM waits for the end of a round, which is saved whole or not at all. It began 7 s ago, and the "
-        "last one took 0 s. A second signal ends the run at once, and the round is repeated when it is resumed.",
+        "unitrain: SIGTERM waits for the end of a round, which is saved whole or not at all. It began 7 s ago. A "
+        "second signal ends the run at once, and the round is repeated when it is resumed.",
     ]
+
+
+def test_a_signal_within_a_round_that_saves_leaves_one_checkpoint(tmp_path: Path) -> None:
+    with unitrain.init(backend="single", precision="fp64") as strategy:
+        checkpoint = strategy.checkpoint(tmp_path, state={})
+
+        def round_with_a_signal() -> None:
+            with checkpoint.round():
+                checkpoint.save(best=True)
+                strategy._job.stopping.request(SIGNAL, signal.SIGTERM)
+
+        with pytest.raises(Stopped):
+            round_with_a_signal()
+        assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000000"]
+        assert checkpoint.resume("best")
 
 
 def test_a_signal_before_a_round_does_not_wait_for_it() -> None:

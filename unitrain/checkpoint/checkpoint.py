@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from unitrain.checkpoint.waiting import WaitingStates
 from unitrain.checkpoint.writer import Writer
 from unitrain.communication.comparison import first_reason
 from unitrain.errors import CheckpointError, UsageError, by_rank
-from unitrain.job.watch.stopping import RAISE_ERROR, Stopping
+from unitrain.job.watch.stopping import RAISE_ERROR
 from unitrain.process import print_stderr
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
@@ -38,7 +38,6 @@ class Checkpoint:
         origin: the settings of the run.
         sockets: of the run.
         step: of the run.
-        stopping: stops the run when it is saved.
         folder: path or URL of the folder of the checkpoints.
         keep: number of the newest checkpoints that are kept.
         background: whether to write them while training continues.
@@ -59,7 +58,6 @@ class Checkpoint:
         origin: Origin,
         sockets: Sockets,
         step: TrainingStep,
-        stopping: Stopping,
         folder: str | Path,
         *,
         keep: int,
@@ -73,7 +71,7 @@ class Checkpoint:
         self.contents: Contents = contents
         self._origin = origin
         self._step = step
-        self._stopping = stopping
+        self._stopping = stopping = sockets.stopping
         self.folder: Folder = Folder(store_at(folder))
         self._writer = Writer(
             self.folder,
@@ -88,6 +86,7 @@ class Checkpoint:
         self._epoch_end = EpochEnd(contents, step)
         self._waiting: WaitingStates | None = None
         self._hooks: list[CheckpointHook] = []
+        self._changed_at = -1  # after which step objects were added, replaced or removed
         self._round_ended_at: int | None = None  # after which step the last one has ended
         self._deferred: list[bool] = []  # the saves within a round: whether each is the best
         self.closed: bool = False
@@ -139,7 +138,6 @@ class Checkpoint:
                 rank.
             UsageError: ``best`` differs between ranks; on every rank.
         """
-        self._check_trial("save")
         if self._stopping.round_began is not None:
             self._deferred.append(best)
         elif self._step.within_window:  # the gradients of its first micro-batches are in no state
@@ -147,8 +145,9 @@ class Checkpoint:
         else:
             self._save(best=best)
 
-    def round(self) -> AbstractContextManager[None]:
-        """Return a context manager for a part of the run that is saved whole or not at all.
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Context manager for a part of the run that is saved whole or not at all.
 
         Signals, copies in memory and ``save`` wait for its end. Then the signal saves a checkpoint and stops the run. A
         second signal ends it at once, within the round. A run that is killed there repeats the round when it is
@@ -167,17 +166,19 @@ class Checkpoint:
         if self._stopping.round_began is not None or self._step.within_window:
             raise UsageError("checkpoint.round() was called within a round or an accumulation window: end that first.")
         self._deferred = []
-        return self._stopping.round(self._end_round)
-
-    def _end_round(self) -> None:
+        with self._stopping.round():
+            yield
         if self._step.within_window:  # as in save
             raise UsageError("checkpoint.round() ended within an accumulation window: end it after a whole step.")
-        self._epoch_end.at_round_end()
         self._round_ended_at = self._step.global_step
-        if self._deferred:
-            self._save(best=any(self._deferred))
+        self._epoch_end.at_epoch_end()  # the code after it is done again, as after the batches of an epoch
+        self._step.batches.between_epochs = True
         for reached in self._step.hooks.at_boundary:
             reached()
+        self._stopping.pass_boundary()  # if the run stops here, it saves what was to be saved
+        saves, self._deferred = self._deferred, []
+        if saves:
+            self._save(best=any(saves))
 
     def save_now(self) -> str:
         """Save a checkpoint between two steps, wait until it is written, and return where it is. Collective.
@@ -187,7 +188,7 @@ class Checkpoint:
         """
         if self._waiting is not None:
             return self._waiting.view.place
-        self._save(remembered=self._epoch_end.pending)
+        self._save(best=any(self._deferred), remembered=self._epoch_end.pending)
         self.wait()
         for hook in self._hooks:
             hook.closed()  # the run stops
@@ -195,9 +196,9 @@ class Checkpoint:
 
     def _save(self, *, best: bool = False, remembered: Mapping[str, Any] | None = None) -> None:
         if self._waiting is not None:
-            self._waiting.refuse()
+            self._waiting.before_call("save")
         ranks, step = self._communicator, self._step.global_step
-        with ranks.collectives.pulse.within("checkpoint.save"), self._prepared.training_weights():
+        with self._using("save"):
             self.wait()  # raises the error of the previous one
             if not self._is_complete and step:  # before the first step, no optimizer has been used
                 self._is_complete = True
@@ -284,9 +285,8 @@ class Checkpoint:
         Raises:
             CheckpointError: no checkpoint is intact, or it does not fit this run; on every rank, with nothing changed.
         """
-        self._check_trial("resume")
         ranks, contents = self._communicator, self.contents
-        with ranks.collectives.pulse.within("checkpoint.resume"), self._prepared.training_weights():
+        with self._using("resume"):
             self._drop_waiting()
             ranks.on_main(self._writer.finish)  # what this run saves in the background may be what it goes back to
             candidates = [] if path is not None else [copy for hook in self._hooks for copy in hook.candidates()]
@@ -325,14 +325,13 @@ class Checkpoint:
             CheckpointError: while states wait, one of a name that was not saved was added; or a state does not fit its
                 object. On every rank, with nothing loaded.
         """
-        self._check_trial("add")
         stale = sorted(objects.keys() & self.contents.objects.keys())
         if stale and self._step.global_step == self._round_ended_at:
             raise UsageError(
                 f"checkpoint.add got another {stale[0]}, and a run that is resumed from the end of the last round "
                 f"would load the old one's state into it: call checkpoint.remove({stale[0]!r}) within the round."
             )
-        self._change({**self.contents.objects, **objects})
+        self._change("add", {**self.contents.objects, **objects})
 
     def remove(self, *names: str) -> None:
         """Save the objects of these names no more, and drop states of these names that wait for ``add``. Collective.
@@ -342,25 +341,23 @@ class Checkpoint:
         Raises:
             UsageError: the checkpoint has no object, and no state that waits, of a name.
         """
-        self._check_trial("remove")
         objects = dict(self.contents.objects)
         for name in names:
             waits = self._waiting is not None and self._waiting.view.outlines.pop(name, None) is not None
             if objects.pop(name, waits) is False:
                 raise UsageError(f"checkpoint.remove: there is no {name!r} beside {', '.join(sorted(objects))}.")
         self._earlier = Earlier(self._step)  # what is finished is not missing
-        self._change(objects)
+        self._change("remove", objects)
 
-    def _change(self, objects: Mapping[str, Any]) -> None:
+    def _change(self, call: str, objects: Mapping[str, Any]) -> None:
         """Save other objects from now on, and load the states that wait for them. Collective."""
-        contents, waiting = self.contents, self._waiting
-        with self._communicator.collectives.pulse.within("checkpoint.add"), self._prepared.training_weights():
-            contents.replace(objects)
+        waiting = self._waiting
+        with self._using(call):
+            self.contents.replace(objects)
             if waiting is not None and (misfit := self._misfit(waiting.view, **waiting.options)):
                 raise CheckpointError(misfit)
             self._epoch_end.forget()
-            for hook in self._hooks:
-                hook.changed()
+            self._changed_at = self._step.global_step
             if waiting is not None:
                 taken = ", ".join(sorted(waiting.names & objects.keys()))
                 self._load(waiting, f": {taken}" if taken else "", tells=True)
@@ -443,9 +440,10 @@ class Checkpoint:
             located: the checkpoint, on rank 0.
 
         Returns:
-            False if there is none, or it is damaged.
+            False if there is none, or it is damaged, or the run had other objects then.
         """
-        candidates = [] if located is None else [located]
+        # An earlier one may be of another model.
+        candidates = [] if located is None or located.manifest.step <= self._changed_at else [located]
         with self._prepared.training_weights():
             view = self._open(Search(self.folder, first=candidates, only=True), force=True)
             if view is None:
@@ -473,23 +471,30 @@ class Checkpoint:
         """Wait for the background writer, and end it. Collective. Further calls do nothing."""
         if self.closed:
             return
-        self._check_trial("close")
-        try:
-            with self._communicator.collectives.pulse.within("checkpoint.wait"):
+        with self._using("close"):
+            try:
                 self._communicator.on_main(self._writer.finish)
-            for hook in self._hooks:
-                hook.closed()
-        finally:
-            self.closed = True
-            self._writer.close(wait=True)
-            self._step.hooks.remove_hook(self._epoch_end)
-            self._drop_waiting()
-            self._abandon_hooks()
-            self._stopping.close()
+                for hook in self._hooks if self._waiting is None else ():  # else a copy has the states that wait
+                    hook.closed()
+            finally:
+                self.closed = True
+                self._writer.close(wait=True)
+                self._step.hooks.remove_hook(self._epoch_end)
+                self._drop_waiting()
+                self._abandon_hooks()
+                self._stopping.close(self)
+
+    @contextmanager
+    def _using(self, call: str) -> Iterator[None]:
+        """Record that the block waits for the other ranks, and give modules the weights of training within it."""
+        self._check_trial(call)
+        with self._communicator.collectives.pulse.within(f"checkpoint.{call}"), self._prepared.training_weights():
+            yield
 
     def _check_trial(self, call: str) -> None:
-        """Raise UsageError in another trial than the one that this was opened in: steps and objects are others."""
-        if self._communicator.collectives.pulse.trial != self._trial:
+        """Raise UsageError in a trial that this was opened outside of: steps and objects are others."""
+        # A trial's checkpoint is closed after it.
+        if not self._trial.startswith(self._communicator.collectives.pulse.trial):
             raise UsageError(f"{call}() was called within a trial, on a checkpoint from outside of it: open one in it.")
 
     def abandon(self) -> None:

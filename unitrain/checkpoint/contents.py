@@ -34,7 +34,6 @@ from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
-from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.state_parts import FEATURE, StatePart, States
 
 
@@ -125,10 +124,8 @@ class Contents:
         step: TrainingStep,
         restored: Callable[[], None],
     ) -> None:
-        self._ranks = ranks = sockets.communicator
-        self._prepared = sockets.prepared
-        self._parts = sockets.parts
-        self._run = RunPart(ranks, step, sockets.states, dict, {}, sockets.config.seed, restored)
+        self._sockets = sockets
+        self._run = RunPart(sockets.communicator, step, sockets.states, dict, {}, sockets.config.seed, restored)
         self.replace(objects)
 
     def replace(self, objects: Mapping[str, Any]) -> None:
@@ -143,14 +140,14 @@ class Contents:
                 raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
         self.objects: dict[str, Any] = dict(objects)
         self.of_objects: dict[str, ObjectPart] = {
-            name: _part_of(name, value, self._prepared, self._ranks) for name, value in objects.items()
+            name: _part_of(name, value, self._sockets) for name, value in objects.items()
         }
         parts = self.of_objects.items()
         self.modules: dict[str, nn.Module] = {name: part.module for name, part in parts if isinstance(part, ModulePart)}
         self.optimizers: dict[str, OptimizerPart] = {n: part for n, part in parts if isinstance(part, OptimizerPart)}
         self.schedulers: dict[str, SchedulerPart] = {n: part for n, part in parts if isinstance(part, SchedulerPart)}
         originals = {**objects, **self.modules}
-        self._of_features = [part for make in self._parts if (part := make(originals)) is not None]
+        self._of_features = [part for make in self._sockets.parts if (part := make(originals)) is not None]
         # Not of self: a cycle would keep the models of a run.
         self.names: Callable[[], dict[str, list[Name] | None]] = partial(_names, self.modules, self.optimizers)
         self._run.names = self.names
@@ -231,10 +228,9 @@ class Contents:
                 f"the checkpoint contains {', '.join(saved)}, but this run has {', '.join(sorted(expected))}: pass the "
                 "same objects, by the same names. Nothing was loaded."
             )
-        for name, was in outlines[RUN].get("classes", {}).items():
-            part = self.of_objects.get(name)
-            if part is None:
-                continue
+        classes = outlines[RUN].get("classes", {})
+        for name in sorted(classes.keys() & self.of_objects.keys()):
+            was, part = classes[name], self.of_objects[name]
             is_scheduler = isinstance(part, SchedulerPart)
             if was != part.class_name and not (new_options if is_scheduler else force):
                 remedy = "use resume(new_options=True), which follows the new schedule" if is_scheduler else NEW_RUN
@@ -248,7 +244,7 @@ class Contents:
         for key in (key for key in outlines if not waiting and key.startswith(FEATURE)):
             if key in of_features:
                 of_features[key].check(outlines[key], force=force)
-            elif self._ranks.is_main:
+            elif self._sockets.communicator.is_main:
                 _warn_of_unknown(key.removeprefix(FEATURE))
 
     def _order_by_name(self, view: CheckpointView) -> None:
@@ -326,16 +322,16 @@ class Contents:
                 part.load(view.state(name))
 
 
-def _part_of(name: str, value: Any, prepared: PreparedModules, communicator: Communicator) -> ObjectPart:
+def _part_of(name: str, value: Any, sockets: Sockets) -> ObjectPart:
     """Return the part of a checkpoint that an object of the script is."""
     if isinstance(value, nn.Module):
-        return ModulePart(name, value, prepared)
+        return ModulePart(name, value, sockets.prepared)
     if isinstance(value, Optimizer):
         return OptimizerPart(name, value)
     if isinstance(value, LRScheduler):
         return SchedulerPart(name, value)
     if isinstance(value, Loader):
-        return LoaderPart(name, value, communicator)
+        return LoaderPart(name, value, sockets.communicator)
     return DictPart(name, value) if isinstance(value, dict) else ObjectPart(name, value)
 
 

@@ -29,11 +29,6 @@ class EpochEnd(StepHook):
         """Copy the small states of the run."""
         self._last = self._step.global_step, self._contents.remember()
 
-    def at_round_end(self) -> None:
-        """Copy them at the end of a round, too: the code after it is done again."""
-        self.at_epoch_end()
-        self._step.batches.between_epochs = True
-
     def forget(self) -> None:
         """Drop the copies: the script has other objects now."""
         self._last = None

@@ -37,9 +37,6 @@ class CheckpointHook:
     def resumed(self, step: int, folder: str) -> None:
         """The run continues after a step, from a candidate in a folder, or from a checkpoint if that is ""."""
 
-    def changed(self) -> None:
-        """Objects were added, replaced or removed: earlier states can't be loaded into those that are there now."""
-
     def discarded(self) -> None:
         """All checkpoints were removed: a new run begins."""
 

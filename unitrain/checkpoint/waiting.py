@@ -31,11 +31,7 @@ class WaitingStates(StepHook):
     of_checkpoint = True
 
     def before_call(self, call: str) -> None:
-        """Refuse to train with new objects in the place of saved ones."""
-        self.refuse()
-
-    def refuse(self) -> None:
-        """Raise CheckpointError."""
+        """Raise CheckpointError: new objects would be trained or saved in the place of saved ones."""
         names = sorted(self.names)
         raise CheckpointError(
             f"{self.view.place} was resumed from, but no object has taken its states of {', '.join(names)}: pass the "

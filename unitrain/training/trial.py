@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from unitrain import rng
 from unitrain.errors import UsageError
+from unitrain.job.watch.stopping import Saves
 from unitrain.training.hooks import StepHook
 from unitrain.training.loop.batches import OpenBatches
-from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models.preparation import Preparation
@@ -41,94 +43,91 @@ class Trials:
     Attributes:
         sockets: the parts of the run.
         step: makes the steps.
-        loop: knows whether the script trains.
         preparation: of modules and optimizers.
         compare: returns once every rank has come to the same call.
+        ended: checkpoints of trials that have ended, to be closed.
     """
 
     sockets: Sockets
     step: TrainingStep
-    loop: TrainingLoop
     preparation: Preparation
     compare: Callable[[str], None]
+    ended: list[Saves] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Of what the settings turn on. What the script adds outside of trials, it adds for all of the run.
         self._first_states = copy.deepcopy(self.sockets.states.collect())
 
-    def begin(self, name: str, seed: int | None) -> Trial:
-        """Return a trial that all ranks begin now. Collective."""
-        outer, of_run = self.sockets.communicator.collectives.pulse.trial, self.sockets.config.seed
-        derived = rng.derived_seed("trial", of_run, name) % 2**32
-        trial = Trial(f"{outer}/{name}" if outer else name, derived if seed is None else seed)
-        self.compare(f"trial({trial.name!r}, seed={trial.seed})")
-        return trial
-
     @contextmanager
-    def within(self, trial: Trial) -> Iterator[ExitStack]:
-        """Set the run aside within a block, for a trial. Yield a stack, which puts all back at the end.
+    def run(self, name: str, seed: int | None) -> Iterator[Trial]:
+        """Set the run aside within a block, for a trial. See ``Strategy.trial``.
 
         Collective at the end, unless the block has raised an error: it may not have done so on the other ranks.
 
         Raises:
             UsageError: something outside of the trial is not complete.
         """
+        outer, of_run = self.sockets.communicator.collectives.pulse.trial, self.sockets.config.seed
+        derived = rng.derived_seed("trial", of_run, name) % 2**32
+        trial = Trial(f"{outer}/{name}" if outer else name, derived if seed is None else seed)
+        self.compare(f"trial({trial.name!r}, seed={trial.seed})")
+        self.tidy_up()
         reads = any(not iteration.is_over for iteration in self.sockets.batches.begun)
-        if reads or self.step.within_window or not self.loop.is_training():
+        if reads or self.step.within_window or not torch.is_grad_enabled():
             raise UsageError(
                 f"trial {trial.name!r} was begun within a loop over a loader, an accumulation window or an evaluation, "
                 "whose batches and gradients would mix with those of the trial: begin it after the loop."
             )
-        sockets, step, states = self.sockets, self.step, self.sockets.states
-        hooks, windows, outer = sockets.hooks, step.windows, [*sockets.hooks]
-        config = sockets.config.model_copy(update={"seed": trial.seed})
-        fresh = {name: value for name, value in vars(OpenBatches()).items() if name not in _CONTINUED}
-        with self.outside(trial) as stack:
-            stack.callback(rng.restore, rng.capture())
-            rng.seed_all(trial.seed)
-            give(stack, sockets, config=config)
-            give(stack, sockets.batches, **fresh)
-            give(stack, sockets.prepared, count=0, layers=[*sockets.prepared.layers])
-            give(stack, self.preparation, config=config, ranks_differ=False)
-            give(stack, step, global_step=0, window_end_actions=[*step.window_end_actions])
-            give(stack, windows, outer=[*windows])
-            give(stack, states, objects={**states.objects}, waiting={})
-            stack.callback(states.load, {name: copy.deepcopy(states.collect()[name]) for name in self._first_states})
-            states.load(copy.deepcopy(self._first_states))
-            lists: tuple[list[Any], ...] = sockets.passes, sockets.verdicts, sockets.parts, sockets.ways_back
-            stack.callback(self._remove_added, outer, [(known, [*known]) for known in lists])
-            hooks.set([hook for hook in outer if not hook.of_checkpoint])
-            sockets.ways_back.clear()  # they lead to states outside
-            yield stack
+        hooks = self.sockets.hooks
+        outer_hooks = [*hooks]
+        with ExitStack() as stack:
+            self._set_aside(trial, stack)
+            stack.callback(self._remove_added, outer_hooks)
+            hooks.set([hook for hook in hooks if not hook.of_checkpoint])
+            yield trial
             self.compare(f"the end of trial {trial.name!r}")
-            step.end_epoch()
-            for hook in _without(hooks, outer):
+            self.step.end_epoch()
+            for hook in _without(hooks, outer_hooks):
                 hook.at_end()
+        self.tidy_up()
 
-    def _remove_added(self, outer: list[StepHook], lists: list[tuple[list[Any], list[Any]]]) -> None:
-        """Remove the features that a trial has added, and mark its optimizers, which the run is to forget.
+    def _set_aside(self, trial: Trial, stack: ExitStack) -> None:
+        """Begin anew with all that a trial has for itself, until a stack is closed."""
+        sockets, states, stopping = self.sockets, self.sockets.states, self.sockets.stopping
+        stack.callback(rng.restore, rng.capture())
+        rng.seed_all(trial.seed)
+        config = sockets.config.model_copy(update={"seed": trial.seed})
+        give(stack, sockets, config=config)
+        give(stack, self.preparation, config=config, ranks_differ=False)
+        give(stack, sockets.prepared, count=0, layers=[*sockets.prepared.layers])
+        fresh = {name: value for name, value in vars(OpenBatches()).items() if name not in _CONTINUED}
+        give(stack, sockets.batches, **fresh)
+        give(stack, self.step, global_step=0, window_end_actions=[*self.step.window_end_actions])
+        give(stack, sockets.communicator.collectives.pulse, trial=trial.name)
+        give(stack, stopping, checkpoint=None, outer=stopping.checkpoint or stopping.outer, round_began=None)
+        stack.callback(lambda: self.ended.extend(filter(None, [stopping.checkpoint])))
+        give(stack, states, objects={**states.objects}, waiting={})
+        stack.callback(states.load, {name: copy.deepcopy(states.collect()[name]) for name in self._first_states})
+        states.load(copy.deepcopy(self._first_states))
+        stack.callback(self.step.check_verdicts)
+        lists: tuple[list[Any], ...] = sockets.passes, sockets.verdicts, sockets.parts, sockets.ways_back
+        for known in lists:
+            stack.callback(known.__setitem__, slice(None), [*known])  # in place: others have these lists, too
+        sockets.ways_back.clear()  # they lead to states outside
 
-        Args:
-            outer: the hooks that there were.
-            lists: other lists, each with what it had.
-        """
-        hooks, windows = self.sockets.hooks, self.step.windows
-        windows.ended = [window for window in windows if window not in windows.outer]
-        for known, earlier in lists:
-            known[:] = earlier
-        self.step.check_verdicts()
-        added, removed = _without(hooks, outer), _without(outer, hooks)
-        hooks.set(_without(outer, (hook for hook in removed if not hook.of_checkpoint)))
+    def _remove_added(self, outer: list[StepHook]) -> None:
+        """Remove the hooks that a trial has added to those before it, and go on with those of the open checkpoint."""
+        hooks = self.sockets.hooks
+        added = _without(hooks, outer)
+        hooks.set([*_without(hooks, added), *(hook for hook in outer if hook.of_checkpoint)])
         for hook in added:
             hook.at_close()
 
-    def outside(self, trial: Trial) -> ExitStack:
-        """Return a context manager in which the open checkpoint is left alone, and a trial's is opened or closed."""
-        stopping, stack = self.sockets.stopping, ExitStack()
-        give(stack, self.sockets.communicator.collectives.pulse, trial=trial.name)
-        outer = stopping.checkpoint or stopping.outer
-        give(stack, stopping, checkpoint=None, outer=outer, round_began=None)
-        return stack
+    def tidy_up(self) -> None:
+        """Close the checkpoints of trials that have ended, and forget their modules and optimizers. Collective."""
+        while self.ended:
+            self.ended.pop().close()
+        self.step.windows.forget_dropped()
 
 
 def give(stack: ExitStack, target: Any, **values: Any) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -62,8 +62,6 @@ def with_defaults(
         # Less than the timeout of collectives: a rank with a hanging worker reports it before the others time out.
         filled.setdefault("timeout", config.timeout_s / 2)
         filled["worker_init_fn"] = partial(_prepare_worker, filled.get("worker_init_fn"))
-        if device.type not in IN_STEP:
-            _keep_garbage_in_children()
     pinned = config.pin_memory
     if pinned is None:
         # Without workers, tensors may already be on the GPU, where they can't be pinned. And pinning would take this
@@ -73,14 +71,9 @@ def with_defaults(
     return filled
 
 
-@cache
-def _keep_garbage_in_children() -> None:
-    """Have forked processes never collect what was garbage in this one.
-
-    A tensor of a GPU, in a cycle of the model of an earlier fold, say, can't be freed in a forked process: its
-    destructor ends the worker (SIGABRT).
-    """
-    os.register_at_fork(after_in_child=gc.freeze)
+# Have forked processes never collect what was garbage in this one. A tensor of a GPU, in a cycle of the model of an
+# earlier fold, say, can't be freed in a forked process: its destructor ends the worker (SIGABRT).
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _prepare_worker(user_function: Callable[[int], None] | None, worker: int) -> None:

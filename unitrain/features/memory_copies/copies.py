@@ -95,7 +95,6 @@ class MemoryCopies(StepHook, CheckpointHook):
         self._cost_s = 0.0  # what that took
         self._newest = self._kept = ""  # the last copy, and the last that is known to be complete
         self._marks: list[tuple[int, str]] = []  # complete copies to go back to, with their steps
-        self._changed_at = -1  # the step at which the checkpoint has got or lost objects
         self._why = ""  # the last one failed on this rank
         if self._every != "auto" and self._every > 2 * sockets.goes_back > 0:
             raise ConfigError(
@@ -127,10 +126,6 @@ class MemoryCopies(StepHook, CheckpointHook):
                 other = _identity(store_at(left[0]))
                 left = now if other and other.run == run else left
         return run, life, None if left == now else left
-
-    def changed(self) -> None:
-        """Go back to no earlier copy: it may have another model."""
-        self._changed_at = self._pulse.step
 
     def discarded(self) -> None:
         """Let nothing that is in memory come back: a new run begins. Collective."""
@@ -244,7 +239,7 @@ class MemoryCopies(StepHook, CheckpointHook):
                 self._background.wait()
             if not any(self._ranks.all_gather_data(self._why)):
                 self._keep_newest()
-            old = [mark for mark in self._marks if self._changed_at < mark[0] <= newest]
+            old = [mark for mark in self._marks if mark[0] <= newest]
             if not old:
                 return None
             step, name = old[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from unitrain.job.watch.messages import BoundaryRequest
 from unitrain.pulse import Pulse
@@ -25,12 +24,9 @@ class Boundaries:
         self._request: BoundaryRequest | None = None
         self.held: bool = False
         """Whether ``due`` must be called before a boundary is passed."""
-        self.held_at: float = 0.0
-        """When that began: when a request has come."""
 
     def hold(self) -> int:
         """Hold this process at its next boundary until the ranks have agreed, and return it. From any thread."""
-        self.held_at = time.monotonic()
         self.held = True  # set first: a boundary reached in between waits, and is at most the one returned
         return self._pulse.boundary + 1
 

@@ -54,6 +54,12 @@ class Saves(Protocol):
     def save_now(self) -> str:
         """Save a checkpoint, wait for it, and return where it is. Collective."""
 
+    def close(self) -> None:
+        """Wait for the background writer, and end it. Collective."""
+
+    def abandon(self) -> None:
+        """End the background writer, without waiting for it. Not collective."""
+
 
 class Stopping:
     """Stops this process at the boundary that all ranks have agreed on.
@@ -87,8 +93,7 @@ class Stopping:
         }
         self._ends = {*self._actions}  # the kinds that end the run
         self.round_began: float | None = None
-        self._lasted = ""  # the last one, for a message
-        self._delayed: tuple[BoundaryRequest, float] | None = None  # waits for its end, since when
+        self._delayed: BoundaryRequest | None = None  # waits for its end
 
     def add_action(self, kind: str, action: Callable[[int], None], *, ends: bool = False) -> None:
         """Add something that all ranks do at a boundary whenever it is requested.
@@ -111,10 +116,15 @@ class Stopping:
         self.checkpoint = checkpoint
         self._signals = self._signals or StopSignals(self._receive)
 
-    def close(self) -> None:
-        """Restore the previous signal handlers."""
-        self.checkpoint = None
-        if self._signals is not None and self.outer is None:
+    def close(self, checkpoint: Saves | None = None) -> None:
+        """Leave a checkpoint, and restore the previous signal handlers unless another one is open.
+
+        Args:
+            checkpoint: the checkpoint, which may be of a trial that has ended; None for any.
+        """
+        if checkpoint in (None, self.checkpoint):
+            self.checkpoint = None
+        if self._signals is not None and self.checkpoint is None and self.outer is None:
             self._signals.close()
             self._signals = None
 
@@ -141,30 +151,17 @@ class Stopping:
             self._stop_if_due()
 
     @contextmanager
-    def round(self, at_end: Callable[[], None]) -> Iterator[None]:
-        """Delay requests that end the run to the end of the block. It begins and ends at a boundary. Collective.
-
-        Args:
-            at_end: called there, before the boundary is passed; not after an error.
-        """
+    def round(self) -> Iterator[None]:
+        """Delay requests that end the run to the first boundary after the block. It begins at one. Collective."""
         self.pass_boundary()  # what was requested before it does not wait
-        began = self.round_began = time.monotonic()
+        self.round_began = time.monotonic()
         try:
             yield
         finally:
             self.round_began = None
-            if self._delayed is not None:
-                # The ranks have agreed on an earlier boundary. If the round has failed, the next one will do.
-                (request, held_at), self._delayed = self._delayed, None
-                self._boundaries.agree(self._boundaries.hold(), request)
-                self._boundaries.held_at = held_at
-        at_end()
-        now = time.monotonic()
-        self._lasted = f", and the last one took {now - began:.0f} s"
-        if self._boundaries.held and self._is_main:
-            waited = now - self._boundaries.held_at
-            print_stdout(f"unitrain: the request to stop has waited {waited:.0f} s for the end of the round.")
-        self.pass_boundary()
+            if self._delayed is not None:  # the ranks have agreed on an earlier boundary
+                self._boundaries.agree(self._boundaries.hold(), self._delayed)
+                self._delayed = None
 
     def _receive(self, number: int) -> None:
         """Ask all ranks to stop because of a signal, and say if it waits for the end of a round. In a thread."""
@@ -172,8 +169,8 @@ class Stopping:
         if began is not None and self._is_main:
             print_stdout(
                 f"unitrain: {signal.Signals(number).name} waits for the end of a round, which is saved whole or not at "
-                f"all. It began {time.monotonic() - began:.0f} s ago{self._lasted}. A second signal ends the run at "
-                "once, and the round is repeated when it is resumed."
+                f"all. It began {time.monotonic() - began:.0f} s ago. A second signal ends the run at once, and the "
+                "round is repeated when it is resumed."
             )
         self.request(SIGNAL, number)
 
@@ -183,7 +180,7 @@ class Stopping:
         if request is None:
             return
         if self.round_began is not None and request.kind in self._ends - {RAISE_ERROR}:
-            self._delayed = request, self._boundaries.held_at
+            self._delayed = request
             return
         try:
             if request.kind in self._actions:

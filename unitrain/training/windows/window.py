@@ -45,6 +45,7 @@ class Window:
         evidence: records which losses and gradients are finite.
         total: the sum of the weights of the losses.
         drop: drops the gradients of parameters.
+        trial: the trial that the optimizer is of; "" outside of trials.
         parameters: of the optimizer.
         trained: those that require gradients.
         micro_batch: of the last backward; None without a loader.
@@ -59,6 +60,7 @@ class Window:
     evidence: Evidence
     total: Total
     drop: Callable[[Sequence[Parameter]], None]
+    trial: str = ""
     parameters: list[Parameter] = field(default_factory=list)
     trained: list[Parameter] = field(default_factory=list)
     micro_batch: MicroBatch | None = None

@@ -28,8 +28,6 @@ class Windows:
 
     Attributes:
         count: number of windows, an attribute since each step asks for it.
-        outer: within a trial, the windows that there were before it.
-        ended: windows of trials that have ended, to be forgotten.
         take: as the argument.
     """
 
@@ -61,7 +59,7 @@ class Windows:
             complete: waits until the gradients of a window are averaged, if they are being so.
             take: ends a window with gradients that the script has set, without a backward.
         """
-        self._communicator = communicator
+        self._communicator, self._pulse = communicator, communicator.collectives.pulse
         self._backend, self._prepared, self._hooks = backend, prepared, hooks
         self._total = total
         self._averaged = averaged
@@ -76,8 +74,6 @@ class Windows:
         self._registered = 0  # ever
         self._groups = 0  # of the optimizer, if it is the only one
         self.count: int = 0
-        self.outer: list[Window] = []
-        self.ended: list[Window] = []
 
     def __iter__(self) -> Iterator[Window]:
         return iter(self._windows)
@@ -85,8 +81,12 @@ class Windows:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that exist on this rank, of the trial if one is in progress. Ranks free dropped ones apart."""
-        windows = [window for window in self if window not in self.outer and window not in self.ended]
+        windows = [window for window in self if window.trial == self._pulse.trial]
         return [optimizer for window in windows if (optimizer := window.reference()) is not None]
+
+    def _of_ended_trial(self, window: Window) -> bool:
+        """Return whether the optimizer of a window is to be forgotten: its trial has ended, and it is in no other."""
+        return not self._pulse.trial.startswith(window.trial)
 
     def on_all_ranks(self, *, modules_too: bool = False) -> list[Optimizer]:
         """Return the optimizers that no rank has freed, and forget all others, and their parameters. Collective.
@@ -94,9 +94,8 @@ class Windows:
         Args:
             modules_too: forget dropped modules even if no optimizer is gone.
         """
-        everywhere = present(self._communicator, [window.reference for window in self])
-        optimizers = [None if w in self.ended else optimizer for w, optimizer in zip(self, everywhere, strict=True)]
-        self.ended = []
+        optimizers = present(self._communicator, [window.reference for window in self])
+        optimizers = [None if self._of_ended_trial(w) else each for w, each in zip(self, optimizers, strict=True)]
         gone = [window for window, optimizer in zip(self, optimizers, strict=True) if optimizer is None]
         for window in gone:
             if window.is_open:  # it was dropped after a backward: another one may train its parameters next
@@ -130,7 +129,7 @@ class Windows:
     @property
     def any_open(self) -> bool:
         """Whether an optimizer has gradients of a window that is not complete."""
-        return any(window.is_open for window in self._windows if window not in self.ended)
+        return any(window.is_open and not self._of_ended_trial(window) for window in self._windows)
 
     def advance(self, optimizer: Optimizer) -> Window:
         """Complete a micro-batch of an optimizer, and return its window. Collective if that ends.
@@ -178,7 +177,7 @@ class Windows:
             evidence = Evidence(all_gradients=self._all_gradients, leaf=self._backend.sharding.leaf)
             key = id(optimizer)
             drop = self._backend.sharding.drop_gradients
-            window = self._of[key] = Window(ref(optimizer), name, evidence, self._total(name), drop)
+            window = self._of[key] = Window(ref(optimizer), name, evidence, self._total(name), drop, self._pulse.trial)
             finalize(optimizer, self._of.pop, key, None)  # another one may get this id
             self._windows.append(window)
             self._registered += 1
