@@ -67,6 +67,8 @@ class Trials:
         Raises:
             UsageError: something outside of the trial is not complete.
         """
+        if not name:
+            raise UsageError("trial() takes a name, which is not empty: its random numbers follow from it.")
         outer, of_run = self.sockets.communicator.collectives.pulse.trial, self.sockets.config.seed
         derived = rng.derived_seed("trial", of_run, name) % 2**32
         trial = Trial(f"{outer}/{name}" if outer else name, derived if seed is None else seed)
@@ -76,7 +78,7 @@ class Trials:
         if reads or self.step.within_window or not torch.is_grad_enabled():
             raise UsageError(
                 f"trial {trial.name!r} was begun within a loop over a loader, an accumulation window or an evaluation, "
-                "whose batches and gradients would mix with those of the trial: begin it after the loop."
+                "whose batches and gradients would mix with the trial's: begin it after the loop."
             )
         hooks = self.sockets.hooks
         outer_hooks = [*hooks]
@@ -116,7 +118,7 @@ class Trials:
         sockets.ways_back.clear()  # they lead to states outside
 
     def _remove_added(self, outer: list[StepHook]) -> None:
-        """Remove the hooks that a trial has added to those before it, and go on with those of the open checkpoint."""
+        """Remove the hooks that a trial has added, and restore the hooks of the open checkpoint."""
         hooks = self.sockets.hooks
         added = _without(hooks, outer)
         hooks.set([*_without(hooks, added), *(hook for hook in outer if hook.of_checkpoint)])

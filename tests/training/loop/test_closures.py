@@ -210,7 +210,7 @@ def test_a_closure_that_would_make_other_steps_on_each_rank_is_refused(case: str
 def test_step_names_the_call_that_takes_a_closure() -> None:
     strategy = strategy_of()
     model, optimizer = strategy.prepare(net := model_of(), MAKE["lbfgs"](net))
-    with pytest.raises(UsageError, match=r"LBFGS .* pass it to strategy\.update\(optimizer, closure=closure\)"):
+    with pytest.raises(UsageError, match=r"LBFGS .* call strategy\.update\(optimizer, closure=closure\)"):
         strategy.step(model(data().tensors[0]).square().mean(), optimizer)
 
 

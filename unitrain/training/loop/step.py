@@ -217,8 +217,8 @@ class TrainingStep:
                 failed(optimizer)
             if isinstance(error, TypeError) and "'closure'" in str(error):
                 raise UsageError(
-                    f"{type(optimizer).__name__} evaluates the loss several times in a step, by a closure: pass it to "
-                    "strategy.update(optimizer, closure=closure) in place of strategy.step, as the page on closures shows."
+                    f"{type(optimizer).__name__} evaluates the loss several times in a step, by a closure: call "
+                    "strategy.update(optimizer, closure=closure) in place of strategy.step. See the page on closures."
                 ) from error
             raise
         if not stepped:
