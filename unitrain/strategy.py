@@ -265,7 +265,7 @@ class Strategy:
         """
         given = weight if batch is None else OfBatch(batch, weight)
         self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=given)
-        self._step.remember_gradients()
+        self._step.windows.remember_gradients()
 
     def update(
         self, optimizer: Optimizer, scheduler: Any = None, *, closure: Callable[[], Any] | None = None

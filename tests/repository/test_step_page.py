@@ -26,7 +26,7 @@ from unitrain.training.windows.window import Window
 MOST_CODE = 220
 MOST_LINES_OF_THE_ORDER = 45
 MOST_ATTRIBUTES = 15
-MOST_SLOTS = 12
+MOST_SLOTS = 13
 MOST_FILES = 17
 
 

@@ -191,7 +191,7 @@ def refused(case: str) -> None:
     ("case", "kind", "message"),
     [
         ("accumulate", UsageError, r"passed a closure, which accumulate above 1 .*: set accumulate to 1"),
-        ("sharded", UsageError, r"shard_optimizer does not support closures"),
+        ("sharded", UsageError, r"this run shards optimizers over the ranks: turn that off"),
         (
             "backward",
             CommunicationError,

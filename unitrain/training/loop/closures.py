@@ -39,7 +39,10 @@ class Closures:
         """
         check_settings(self._config, "update() was passed a closure")
         if self._ranks.sharding.of_optimizers:
-            raise UsageError("shard_optimizer does not support closures, which need all parameters: set it to false.")
+            raise UsageError(
+                "a closure needs an optimizer of all parameters, and this run shards optimizers over the ranks: turn "
+                "that off, or use an optimizer without a closure."
+            )
         window = self._step.windows.register(optimizer)
         if window.last is None and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             self._evaluate(closure)

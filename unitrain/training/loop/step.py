@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
+from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.sharded_guard import guard_for
 from unitrain.training.hooks import Hooks
 from unitrain.training.loop.averaging import Averaging, Replicas
@@ -21,7 +22,7 @@ from unitrain.training.loop.checks import ScriptChecks
 from unitrain.training.loop.judge import Judge, NonFinitePolicy
 from unitrain.training.loop.script_gradients import ScriptGradients
 from unitrain.training.loop.sockets import Sockets
-from unitrain.training.models.supported import check_scheduler
+from unitrain.training.models.supported import check_scheduler, explain
 from unitrain.training.windows.weights import GivenWeights, Losses, LossScale, ScriptLosses, Weights
 from unitrain.training.windows.window import Window
 from unitrain.training.windows.windows import Windows
@@ -82,7 +83,7 @@ class TrainingStep:
         self._differentiate = Backward(self._weights, self.scale, on_host=ranks.device.type == "cpu", averaged=averaged)
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
         self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
-        self.guard = guard_for(ranks, config.clip_norm, config.clip_value, self.judge.forbids)
+        self.guard: GuardedStep = guard_for(ranks, config.clip_norm, config.clip_value, self.judge.forbids)
         self.check_verdicts()
         self.windows: Windows = Windows(
             ranks,
@@ -215,11 +216,7 @@ class TrainingStep:
         except BaseException as error:
             for failed in self.hooks.after_error:
                 failed(optimizer)
-            if isinstance(error, TypeError) and "'closure'" in str(error):
-                raise UsageError(
-                    f"{type(optimizer).__name__} evaluates the loss several times in a step, by a closure: call "
-                    "strategy.update(optimizer, closure=closure) in place of strategy.step. See the page on closures."
-                ) from error
+            explain(error, optimizer)
             raise
         if not stepped:
             self._go_on_without(window, norm)
@@ -304,12 +301,6 @@ class TrainingStep:
                 self.averaging.expect(following.last)
             elif window is not None and self.batches.micro_batch is None:
                 self.averaging.expect(window.micro_batches + 1 >= self._accumulate)
-
-    def remember_gradients(self) -> None:
-        """Notice changes that the script makes to gradients before ``update``."""
-        for window in self.windows:
-            if window.last is not None:
-                window.remember_gradients()
 
     def end_epoch(self) -> None:
         """Give all ranks one model. Collective."""

@@ -120,6 +120,15 @@ def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
         )
 
 
+def explain(error: BaseException, optimizer: Optimizer) -> None:
+    """Raise UsageError in place of an error of an optimizer's step if that needs a closure."""
+    if isinstance(error, TypeError) and "'closure'" in str(error):
+        raise UsageError(
+            f"{type(optimizer).__name__} evaluates the loss several times in a step, by a closure: call "
+            "strategy.update(optimizer, closure=closure) in place of strategy.step. See the page on closures."
+        ) from error
+
+
 _schedulers: set[type[Any]] = set()  # classes that were checked
 
 

@@ -131,6 +131,12 @@ class Windows:
         """Whether an optimizer has gradients of a window that is not complete."""
         return any(window.is_open and not self._of_ended_trial(window) for window in self._windows)
 
+    def remember_gradients(self) -> None:
+        """Notice changes that the script makes to gradients before ``update``."""
+        for window in self:
+            if window.last is not None:
+                window.remember_gradients()
+
     def advance(self, optimizer: Optimizer) -> Window:
         """Complete a micro-batch of an optimizer, and return its window. Collective if that ends.
 
