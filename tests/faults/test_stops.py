@@ -38,7 +38,8 @@ def test_sigterm_to_one_rank(world: World, tmp_path: Path, alone: Path) -> None:
     assert len(stopped) == 1, end.job.output
     step = int(stopped[0][0])
     assert 7 <= step <= 10
-    assert Path(stopped[0][1]) == tmp_path / "checkpoints" / f"step-{step:010d}"
+    # With a suffix after step 10, for which the program has saved a checkpoint already.
+    assert Path(stopped[0][1]).with_suffix("") == tmp_path / "checkpoints" / f"step-{step:010d}"
 
     end = run(ONE, tmp_path, ranks=1)
     assert end.job.code == 0, end.job.output
