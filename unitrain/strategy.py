@@ -705,7 +705,7 @@ class Strategy:
             if not job.failed:  # a failing process keeps its watch, to report the error
                 with job.pulse.within(CLOSING):
                     job.meet(FailureHook.exit_code)
-                    self._trials.tidy_up()
+                    self._trials.close_ended()
                     if stopping.checkpoint is not None:
                         stopping.checkpoint.close()
                     self.barrier()

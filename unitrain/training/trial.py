@@ -127,9 +127,13 @@ class Trials:
 
     def tidy_up(self) -> None:
         """Close the checkpoints of trials that have ended, and forget their modules and optimizers. Collective."""
+        self.close_ended()
+        self.step.windows.forget_dropped()
+
+    def close_ended(self) -> None:
+        """Close the checkpoints of trials that have ended. Collective."""
         while self.ended:
             self.ended.pop().close()
-        self.step.windows.forget_dropped()
 
 
 def give(stack: ExitStack, target: Any, **values: Any) -> None:
