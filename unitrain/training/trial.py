@@ -99,16 +99,16 @@ class Trials:
         stack.callback(rng.restore, rng.capture())
         rng.seed_all(trial.seed)
         config = sockets.config.model_copy(update={"seed": trial.seed})
-        give(stack, sockets, config=config)
-        give(stack, self.preparation, config=config, ranks_differ=False)
-        give(stack, sockets.prepared, count=0, layers=[*sockets.prepared.layers])
+        _give(stack, sockets, config=config)
+        _give(stack, self.preparation, config=config, ranks_differ=False)
+        _give(stack, sockets.prepared, count=0, layers=[*sockets.prepared.layers])
         fresh = {name: value for name, value in vars(OpenBatches()).items() if name not in _CONTINUED}
-        give(stack, sockets.batches, **fresh)
-        give(stack, self.step, global_step=0, window_end_actions=[*self.step.window_end_actions])
-        give(stack, sockets.communicator.collectives.pulse, trial=trial.name)
-        give(stack, stopping, checkpoint=None, outer=stopping.checkpoint or stopping.outer, round_began=None)
+        _give(stack, sockets.batches, **fresh)
+        _give(stack, self.step, global_step=0, window_end_actions=[*self.step.window_end_actions])
+        _give(stack, sockets.communicator.collectives.pulse, trial=trial.name)
+        _give(stack, stopping, checkpoint=None, outer=stopping.checkpoint or stopping.outer, round_began=None)
         stack.callback(lambda: self.ended.extend(filter(None, [stopping.checkpoint])))
-        give(stack, states, objects={**states.objects}, waiting={})
+        _give(stack, states, objects={**states.objects}, waiting={})
         stack.callback(states.load, {name: copy.deepcopy(states.collect()[name]) for name in self._first_states})
         states.load(copy.deepcopy(self._first_states))
         stack.callback(self.step.check_verdicts)
@@ -136,7 +136,7 @@ class Trials:
             self.ended.pop().close()
 
 
-def give(stack: ExitStack, target: Any, **values: Any) -> None:
+def _give(stack: ExitStack, target: Any, **values: Any) -> None:
     """Give an object other attributes, until a stack is closed."""
     for name, value in values.items():
         stack.callback(setattr, target, name, getattr(target, name))

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from tiny import BATCH, data, net
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
@@ -37,11 +36,8 @@ def train(strategy: Any) -> list[Any]:
     for _ in loader.epochs(3):
         for inputs, labels in loader:
 
-            def closure() -> Tensor:
-                loss = cross_entropy(model(inputs), labels)  # noqa: B023
-                strategy.backward(loss, optimizer)
-                mean: Tensor = strategy.mean(loss.detach())
-                return mean
+            def closure() -> None:
+                strategy.backward(cross_entropy(model(inputs), labels), optimizer)  # noqa: B023
 
             strategy.update(optimizer, closure=closure)
     return [model]

@@ -86,7 +86,8 @@ class Windows:
 
     def _of_ended_trial(self, window: Window) -> bool:
         """Return whether the optimizer of a window is to be forgotten: its trial has ended, and it is in no other."""
-        return not self._pulse.trial.startswith(window.trial)
+        # With the separator: "fold-10" is not in "fold-1".
+        return bool(window.trial) and not f"{self._pulse.trial}/".startswith(f"{window.trial}/")
 
     def on_all_ranks(self, *, modules_too: bool = False) -> list[Optimizer]:
         """Return the optimizers that no rank has freed, and forget all others, and their parameters. Collective.
