@@ -216,6 +216,9 @@ class _Rank:
             yield f"{_fixed()} instead of {self._fixed}"
         if torch._dynamo.utils.counters:
             yield "what torch has compiled"
+        if "HOROVOD_FUSION_THRESHOLD" in os.environ:
+            # Beside a new process, which has another one, a rank would fuse other tensors, and gloo abort it.
+            yield "a fusion threshold, which Horovod keeps when it is initialised again"
 
     def _put_back(self) -> None:
         # A store has the address of one job.
