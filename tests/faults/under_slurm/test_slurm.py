@@ -30,7 +30,7 @@ exec unitrain run --max-restarts 3 -- bash step.sh
 
 def test_an_allocation_shrinks(cluster: Slurm, tmp_path: Path, alone: Path) -> None:
     job = Job.submit(cluster, tmp_path, *TWO_BY_TWO, "--no-kill", script=ON_WHAT_IS_LEFT)
-    job.makes_step(5)
+    job.makes_step(6)  # after the checkpoint of step 5, which is as good as the copy of it
     cluster.lose(NODES[1])
     job.ends_well(alone)
     assert job.sizes == [4, 2]
