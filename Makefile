@@ -23,7 +23,7 @@
 # Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that run tests (many wait);
 # ARGS is added to the command of the recipe, of pytest, of each benchmark (--short, say) or of the build; BENCHMARKS are
 # the scripts of make bench. make test-oldest makes the environment OLDEST, and installs WITH in it, too, such as
-# torch==2.13.0.
+# torch==2.13.0. make dist and make test-dist fail if the tag TAG is given and is not the version's.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -32,6 +32,7 @@ RESOLUTION ?= lowest-direct
 WITH ?=
 WORKERS ?= 3
 ARGS ?=
+TAG ?=
 BENCHMARKS ?= benchmarks/*.py
 
 BIN := $(abspath $(VENV))/bin
@@ -110,6 +111,9 @@ hooks: $(VENV)/.has-test
 
 # Of an export, so that nothing lying about in the checkout gets in.
 dist: $(VENV)/.has-test
+	@[ -z "$(TAG)" ] || { grep -qx 'version = "$(TAG:v%=%)"' pyproject.toml && \
+		grep -q '^## $(TAG:v%=%) - [0-9]' CHANGELOG.md; } || { \
+		echo "$(TAG) must be a v and the version in pyproject.toml, which CHANGELOG.md must have with a date." >&2; exit 1; }
 	rm -rf dist
 	@set -e; export=$$(mktemp -d); trap 'rm -rf "$$export"' EXIT; git archive HEAD | tar -x -C "$$export"; \
 	$(BIN)/pyproject-build --outdir dist $(ARGS) "$$export"

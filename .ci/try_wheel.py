@@ -52,11 +52,12 @@ def do_tutorial(environment: Path, folder: Path) -> None:
         if block.title:
             (folder / block.title).write_text(block.text)
         elif block.language == "bash" and "several GB" not in block.not_run and "minutes" not in block.not_run:
-            print(f"{block.place}:", *block.text.splitlines(), sep="\n  ", flush=True)
+            print(f"\n{block.place}:", *block.text.splitlines(), sep="\n  ", flush=True)
             done = subprocess.run(
                 ["bash", "-euc", block.text], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, check=True
             )
             printed = done.stdout
+            print(printed, flush=True)
         elif block.language == "text":
             missing = _lines(block.text) - _lines(printed)
             if missing:
@@ -79,8 +80,7 @@ def main() -> None:
         folder = Path(name, "tutorial")
         folder.mkdir()
         environment = environment_of(arguments.wheel, arguments.python, arguments.resolution, Path(name, "environment"))
-        for command in (["install-horovod"], ["doctor"]):
-            subprocess.run([environment / "bin" / "unitrain", *command], check=True, cwd=folder)
+        subprocess.run([environment / "bin" / "unitrain", "install-horovod"], check=True, cwd=folder)
         do_tutorial(environment, folder)
 
 
