@@ -133,12 +133,12 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# uv, since pip installs the newest only.
+# uv, since pip installs the newest only. The lowest version that can be installed under a newer Python is one with a wheel.
 $(OLDEST)/.has-oldest: pyproject.toml
 	@echo "Installing the versions that $(RESOLUTION) chooses into $(OLDEST); torch is several GB …"
 	@$(PYTHON) -m venv --clear $(OLDEST)
 	@$(OLDEST)/bin/python $(PIP_INSTALL) uv
-	@$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution $(RESOLUTION) --editable '.[oldest]' $(WITH)
+	@$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution $(RESOLUTION) --only-binary :all: --editable '.[oldest]' $(WITH)
 	@touch $@
 
 # A stamp for each extra that is installed: only a changed pyproject.toml installs it again.

@@ -36,7 +36,7 @@ def environment_of(wheel: Path, python: str, resolution: str, folder: Path) -> P
     # Each by name: of a wheel's needs, uv takes the highest versions whatever the resolution.
     named = [f"{r.name}{r.specifier}" for r in here]
     install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(folder)]
-    subprocess.run([*install, "--resolution", resolution, *named, str(wheel)], check=True)
+    subprocess.run([*install, "--only-binary", ":all:", "--resolution", resolution, *named, str(wheel)], check=True)
     return folder
 
 
