@@ -4,7 +4,8 @@
 # make test-all  make test, then what it leaves out (a quarter of an hour more): more worlds, recipes and faults under
 #              more launchers, loops of other libraries
 # make test-oldest  run the contract, the launchers, the recipes and what uses other libraries with the lowest versions
-#              that pyproject.toml allows (a few minutes, without Horovod's build)
+#              that pyproject.toml allows (a few minutes, without Horovod's build), or the highest: RESOLUTION=highest
+# make test-gpu  run the tests that need a GPU
 # make check   check style, types, the documentation site, Dockerfiles, and the released packages
 # make soak    run every fault under every launcher, kills at random moments, and what make test-all leaves out: most
 #              benchmarks' short forms, more worlds, ten times the examples of Hypothesis (about half an hour), and
@@ -14,19 +15,25 @@
 # make lint    check style and types only (.pre-commit-config.yaml has the list)
 # make hooks   have git check what is committed, too
 # make dist    build what is released of the last commit, wheel and sdist, into dist/
+# make test-dist  make dist, then install the wheel in an empty environment, once with the lowest and once with the highest
+#              versions of what it needs, and do the tutorial there (several GB, a few minutes, and Horovod's build)
 # make docs    build the documentation into site/
 # make clean   remove the virtual environments and what tools left (not runs/)
 #
 # Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that run tests (many wait);
-# ARGS is added to the command of the recipe, of pytest, of each benchmark (--short, say) or of the build. make
-# test-oldest makes the environment OLDEST, and installs WITH in it, too, such as torch==2.13.0.
+# ARGS is added to the command of the recipe, of pytest, of each benchmark (--short, say) or of the build; BENCHMARKS are
+# the scripts of make bench. make test-oldest makes the environment OLDEST, and installs WITH in it, too, such as
+# torch==2.13.0. make dist and make test-dist fail if the tag TAG is given and is not the version's.
 
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
+RESOLUTION ?= lowest-direct
 WITH ?=
 WORKERS ?= 3
 ARGS ?=
+TAG ?=
+BENCHMARKS ?= benchmarks/*.py
 
 BIN := $(abspath $(VENV))/bin
 # -qq leaves pip's errors only.
@@ -37,7 +44,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-oldest check soak coverage bench lint hooks dist docs clean
+.PHONY: help train test test-all test-oldest test-gpu test-dist check soak coverage bench lint hooks dist docs clean
 .NOTPARALLEL:
 
 help:
@@ -65,6 +72,9 @@ test-oldest: $(OLDEST)/.has-oldest
 		tests/contract tests/launch/test_launchers.py tests/recipes tests/features/test_trackers.py \
 		tests/features/metrics_endpoint tests/checkpoint/store/test_remote.py $(ARGS)
 
+test-gpu: $(VENV)/.has-test
+	$(BIN)/pytest -m gpu $(ARGS)
+
 check: $(VENV)/.has-test
 	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 -m "check and not soak" $(ARGS)
 
@@ -88,7 +98,7 @@ coverage: $(VENV)/.has-test
 
 bench: $(VENV)/.has-bench
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: it will not be measured." >&2
-	@set -e; for script in benchmarks/*.py; do echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
 	$(BIN)/python benchmarks/shared/figures.py
 
 lint: $(VENV)/.has-test
@@ -101,10 +111,17 @@ hooks: $(VENV)/.has-test
 
 # Of an export, so that nothing lying about in the checkout gets in.
 dist: $(VENV)/.has-test
+	@[ -z "$(TAG)" ] || { grep -qx 'version = "$(TAG:v%=%)"' pyproject.toml && \
+		grep -q '^## $(TAG:v%=%) - [0-9]' CHANGELOG.md; } || { \
+		echo "$(TAG) must be a v and the version in pyproject.toml, which CHANGELOG.md must have with a date." >&2; exit 1; }
 	rm -rf dist
 	@set -e; export=$$(mktemp -d); trap 'rm -rf "$$export"' EXIT; git archive HEAD | tar -x -C "$$export"; \
 	$(BIN)/pyproject-build --outdir dist $(ARGS) "$$export"
 	$(BIN)/twine check --strict dist/*
+
+test-dist: dist
+	@set -e; for resolution in lowest-direct highest; do \
+		$(BIN)/python .ci/try_wheel.py dist/*.whl --python $(PYTHON) --resolution $$resolution; done
 
 docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build
@@ -116,12 +133,12 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# uv, since pip installs the newest only.
+# uv, since pip installs the newest only. The lowest version that can be installed under a newer Python is one with a wheel.
 $(OLDEST)/.has-oldest: pyproject.toml
-	@echo "Installing the lowest versions into $(OLDEST); torch is several GB …"
+	@echo "Installing the versions that $(RESOLUTION) chooses into $(OLDEST); torch is several GB …"
 	@$(PYTHON) -m venv --clear $(OLDEST)
 	@$(OLDEST)/bin/python $(PIP_INSTALL) uv
-	@$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[oldest]' $(WITH)
+	@$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution $(RESOLUTION) --only-binary :all: --editable '.[oldest]' $(WITH)
 	@touch $@
 
 # A stamp for each extra that is installed: only a changed pyproject.toml installs it again.

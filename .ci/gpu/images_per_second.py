@@ -11,7 +11,7 @@ from steps import Script, Step
 
 def main() -> None:
     """Run the benchmark, whose own time limit is below that of the step."""
-    script = Script()
+    script = Script(__doc__)
     options = ["--output", script.output, *(["--short"] if script.machine.dry_run else [])]
     command = [script.machine.python, str(ROOT / "benchmarks" / "gpu.py"), *options]
     # Without the simulated device, which torch.compile does not know.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,8 @@ def set_up(dry_run: bool) -> Machine:
         simulated = json.loads(done.stdout)
         simulated["PYTHONPATH"] += f"{os.pathsep}{BENCHMARKS}"
         return Machine(sys.executable, {**os.environ, **common, **simulated}, "sim", True)
+    if shutil.which("nvidia-smi") is None:
+        sys.exit("There is no nvidia-smi, thus no NVIDIA GPU: --dry-run runs the steps without one.")
     folder = Path(tempfile.gettempdir(), "unitrain-on-gpu")
     python = folder / "bin" / "python"
     if not (folder / "done").exists():

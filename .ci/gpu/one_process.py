@@ -20,7 +20,7 @@ LIMIT_OF_A_TEST = "--timeout=60"
 
 def main() -> None:
     """Run the steps."""
-    script = Script()
+    script = Script(__doc__)
     machine = script.machine
     if not machine.dry_run:
         with Path(tempfile.gettempdir(), "horovod.log").open("w") as log:

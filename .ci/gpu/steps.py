@@ -5,6 +5,7 @@ It needs nothing but Python. A step that hangs costs its limit, and a script tha
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -48,7 +49,10 @@ class Script:
         failed: the names of the steps that failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, description: str | None = None) -> None:
+        parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+        parser.add_argument("--dry-run", action="store_true", help="run the steps here, on the simulated device")
+        dry_run = parser.parse_args().dry_run
         self._ends = time.monotonic() + _BUDGET_S
         self._output = Path(os.environ.get("OUT") or ROOT / "build" / "gpu")
         self._output.mkdir(parents=True, exist_ok=True)
@@ -57,7 +61,7 @@ class Script:
         self._writing = threading.Lock()
         self.failed: list[str] = []
         self.output: str = str(self._output)
-        self.machine: Machine = set_up("--dry-run" in sys.argv[1:])
+        self.machine: Machine = set_up(dry_run)
 
     def run(self, *steps: Step) -> None:
         """Run steps at the same time, and return when all have ended."""

@@ -13,7 +13,7 @@ LIMIT_OF_A_TEST = "--timeout=90"
 
 def main() -> None:
     """Run the steps."""
-    script = Script()
+    script = Script(__doc__)
     machine = script.machine
     communication = ("auto",) if machine.dry_run else ("gloo", "nccl")
     first = f"a sum by {communication[-1]}"

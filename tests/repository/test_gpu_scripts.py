@@ -26,6 +26,16 @@ script.end()
 """
 
 
+@pytest.mark.check
+def test_without_a_gpu_a_script_says_how_to_run_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "two_ranks.py")]
+    environ = {"OUT": str(tmp_path), "PATH": str(tmp_path)}
+    job = run_job([*command, "--help"], tmp_path, environ=environ, deadline=30)
+    assert (job.code, "--dry-run" in job.stdout, "The second script" in job.stdout) == (0, True, True), job.output
+    job = run_job(command, tmp_path, environ=environ, deadline=30)
+    assert (job.code, "--dry-run runs the steps without" in job.output, "Traceback" in job.output) == (1, True, False)
+
+
 @LATER
 @NEEDS_COMPILER
 @pytest.mark.parametrize("script", ["one_process", pytest.param("two_ranks", marks=HOROVOD), "images_per_second"])

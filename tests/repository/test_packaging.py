@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from places import ROOT
 
@@ -56,6 +57,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
     run = subprocess.run(["make", "dist", *options], cwd=source, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("PASSED") == 2
+    assert "is absent from the `packages` configuration" not in run.stdout, "add it to pyproject.toml"
     (wheel,), (sdist,) = (source / "dist").glob("*.whl"), (source / "dist").glob("*.tar.gz")
     return Release(wheel, sdist)
 
@@ -164,8 +166,39 @@ def test_each_dependency_has_a_lowest_version() -> None:
     assert not unbound
 
 
-def test_the_changelog_has_the_version() -> None:
+def test_the_changelog_and_the_citation_have_the_version() -> None:
     (declared_version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version("unitrain") == declared_version, "run pip install -e . again"
     heading = rf"^## {re.escape(declared_version)} - (unreleased|\d{{4}}-\d\d-\d\d)$"
     assert re.search(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    # Valid by cffconvert, which fits no other library here: these are what the format requires, and what we have.
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    required, metadata = {"cff-version", "message", "title", "authors"}, distribution("unitrain").metadata
+    assert set(citation) == required | {"abstract", "keywords", "license", "type", "version"}
+    assert (citation["version"], citation["license"]) == (declared_version, metadata["License-Expression"])
+    assert (citation["abstract"], citation["keywords"]) == (metadata["Summary"], metadata["Keywords"].split(","))
+
+
+def test_only_the_tag_of_the_version_is_released() -> None:
+    options = [f"VENV={sys.prefix}", f"--old-file={sys.prefix}/.has-test", "TAG=v9.9.9"]
+    run = subprocess.run(["make", "dist", *options], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "v9.9.9 must be a v and the version in pyproject.toml" in run.stderr
+
+
+def test_each_workflow_runs_targets_of_the_makefile() -> None:
+    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in ROOT.glob(".github/workflows/*.yml")}
+    assert set(workflows) == {"docs", "gpu", "release", "tests"}
+    for name, workflow in workflows.items():
+        assert workflow["permissions"] == {"contents": "read"}, name
+        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        commands = [re.sub(r"\$\{\{.*?\}\}", "filled-in-by-GitHub", step["run"]) for step in steps if "run" in step]
+        assert commands, name
+        for command in commands:
+            assert command.startswith("make "), command
+            dry = command.replace("make ", "make --dry-run ", 1)
+            subprocess.run(["bash", "-euc", dry], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": ""}, check=True)
+    supported = [
+        line.split()[-1] for line in distribution("unitrain").metadata.get_all("Classifier") or () if " 3." in line
+    ]
+    assert workflows["tests"]["jobs"]["oldest"]["strategy"]["matrix"]["python"] == supported

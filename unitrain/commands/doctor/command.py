@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from rich.console import Console
@@ -15,30 +16,35 @@ from unitrain.commands.doctor.probes import PROBES, Finding, Status
 _STYLES: dict[Status, str] = {"ok": "green", "absent": "dim", "warning": "yellow", "error": "red"}
 
 
-def doctor(*, as_json: bool = False) -> int:
-    """Print the findings as a table, or as a JSON object with a key per probe.
+def doctor(*, as_json: bool = False, as_report: bool = False, config: str | None = None) -> int:
+    """Print the findings as a table, as a JSON object with a key per probe, or as Markdown for a bug report.
 
     Args:
         as_json: print JSON, for scripts.
+        as_report: print Markdown, with settings and without personal details.
+        config: a file of settings that the report compares with their defaults.
 
     Returns:
         The exit code, 0 whatever is found.
     """
-    findings = examine()
-    if as_json:
-        print(json.dumps({name: asdict(finding) for name, finding in findings.items()}, indent=2))
+    if as_report:
+        from unitrain.commands.doctor.report import as_markdown, probes_of_report  # and all settings
+
+        print(as_markdown(examine({**PROBES, **probes_of_report(config)})))
+    elif as_json:
+        print(json.dumps({name: asdict(finding) for name, finding in examine(PROBES).items()}, indent=2))
     else:
-        _print_table(findings)
+        _print_table(examine(PROBES))
     return 0
 
 
-def examine() -> dict[str, Finding]:
-    """Return the findings of all probes of this host, by name, in the order of the table.
+def examine(probes: Mapping[str, Callable[[], Finding | str]]) -> dict[str, Finding]:
+    """Return the findings of probes by name, in their order.
 
     A probe that raises an error has found one, and the others still run.
     """
     findings = {}
-    for name, probe in PROBES.items():
+    for name, probe in probes.items():
         try:
             answer = probe()
             findings[name] = answer if isinstance(answer, Finding) else Finding("ok", answer)
@@ -66,5 +72,8 @@ def _print_table(findings: dict[str, Finding]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
-    parser.add_argument("--json", dest="as_json", action="store_true", help="print a JSON object")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", dest="as_json", action="store_true", help="print a JSON object")
+    form.add_argument("--report", dest="as_report", action="store_true", help="print Markdown for a bug report")
+    parser.add_argument("--config", metavar="FILE", help="a script's settings, for --report")
     parser.set_defaults(run=doctor)

@@ -47,7 +47,8 @@ def _torch() -> str:
 
     # A build without CUDA is the usual reason why torch finds no GPU.
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    nccl = "NCCL" if torch.distributed.is_nccl_available() else "no NCCL"
+    version = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
+    nccl = f"NCCL {'.'.join(map(str, version))}" if version else "no NCCL"
     return f"{torch.__version__}, built with {built} and {nccl}"
 
 
