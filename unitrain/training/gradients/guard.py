@@ -75,14 +75,14 @@ class GuardedStep(StepHook):
         self.all_plain &= all(p.device == self._flag.device for p in trained)
 
     def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
-        """Return the gradients of the parameters that have one, as ``__call__`` takes them."""
+        """Return the gradients of the parameters that have one, as ``step`` takes them."""
         gradients = []
         for p in parameters:  # no comprehension, which before Python 3.12 costs a call in each step
             if (gradient := p.grad) is not None:
                 gradients.append(gradient)
         return gradients
 
-    def __call__(
+    def step(
         self,
         optimizer: Optimizer,
         parameters: Iterable[Parameter],
@@ -124,7 +124,7 @@ class GuardedStep(StepHook):
         return True, norm
 
     def clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor] = ()) -> bool:
-        """Clip gradients as ``__call__`` does, without a step. Return whether they, and ``losses``, are finite."""
+        """Clip gradients as ``step`` does, without the optimizer's. Return whether they, and ``losses``, are finite."""
         finite = self._are_finite(gradients, losses)
         if finite:
             self._clip(parameters, gradients, None)

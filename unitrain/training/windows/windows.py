@@ -138,8 +138,8 @@ class Windows:
             if window.last is not None:
                 window.remember_gradients()
 
-    def advance(self, optimizer: Optimizer) -> Window:
-        """Complete a micro-batch of an optimizer, and return its window. Collective if that ends.
+    def of_update(self, optimizer: Optimizer) -> Window:
+        """Return the window of an optimizer that is to complete a micro-batch. Collective if that ends it.
 
         Raises:
             UsageError: it had no backward and has no gradients, or the script has changed them since.
@@ -149,8 +149,6 @@ class Windows:
             window = self._take_gradients(optimizer)
         if window.last and window.witness is not None:
             self._check_gradients(window)
-        if window.advance() and window.shared.rivals:
-            self._separate_for_update(window)
         return window
 
     def _take_gradients(self, optimizer: Optimizer) -> Window:
@@ -241,7 +239,7 @@ class Windows:
                 )
             window.shared.partners = partners
 
-    def _separate_for_update(self, window: Window) -> None:
+    def separate_for_update(self, window: Window) -> None:
         """Do as ``_separate`` for the update of an optimizer, which may move no weights that only others share.
 
         Raises:
