@@ -102,14 +102,16 @@ class GuardedStep(StepHook):
         """
         if self._may_flag and gradients and getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._step_flagged(optimizer, parameters, gradients, losses)
-        if self._only_checks:
-            # _are_finite() written out: this is each step of the usual run, which a call would make dearer.
-            self._check(gradients, losses)
-            if not self._read_flag():
-                optimizer.step()
-                return True, None
-            self._flag.zero_()
-            return False, None
+        if self._only_checks and self.all_plain and not losses:
+            # Each step of the usual run, which calls would make dearer. What is not usual is left to the lines below.
+            try:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._flag, self._unit_scale)
+            except RuntimeError:
+                self.all_plain = False
+            else:
+                if not self._read_flag():
+                    optimizer.step()
+                    return True, None
         norm = self._norm(parameters, gradients) if self._norm_tells else None
         # If the norm is finite, all gradients are; if it is not, it may have overflowed.
         known = norm is not None and math.isfinite(_added(norm, losses).item())
