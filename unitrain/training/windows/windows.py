@@ -179,10 +179,10 @@ class Windows:
             for registered in self._hooks.registered:
                 registered(optimizer)
             name = f"optimizer {self._registered}"
-            evidence = Evidence(all_gradients=self._all_gradients, leaf=self._backend.sharding.leaf)
-            key = id(optimizer)
-            drop = self._backend.sharding.drop_gradients
-            window = self._of[key] = Window(ref(optimizer), name, evidence, self._total(name), drop, self._pulse.trial)
+            sharding, key = self._backend.sharding, id(optimizer)
+            evidence = Evidence(all_gradients=self._all_gradients, leaf=sharding.leaf)
+            total, trial = self._total(name), self._pulse.trial
+            window = self._of[key] = Window(ref(optimizer), name, evidence, total, sharding, trial)
             finalize(optimizer, self._of.pop, key, None)  # another one may get this id
             self._windows.append(window)
             self._registered += 1
@@ -265,7 +265,7 @@ class Windows:
                 if rival.is_open and rival not in windows:
                     self._complete(rival)
                     if rival.keep(shared) and rival not in window.shared.partners:
-                        window.drop(shared)
+                        window.sharding.drop_gradients(shared)
         for window in windows:
             window.restore()
 
