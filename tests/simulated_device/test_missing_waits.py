@@ -64,11 +64,11 @@ def guarded(*missing: str) -> list[bool]:
         without(GuardedStep, "_step_flagged", line)
     weight = torch.nn.Parameter(torch.ones(3, device=pick_device("sim", Launch("python"))))
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
-    step = GuardedStep(weight.device, None, None)
+    guard = GuardedStep(weight.device, None, None)
     stepped = []
     for scale in (1.0, math.inf, 1.0):
         weight.grad = torch.ones_like(weight) * scale
-        stepped.append(step(optimizer, [weight], step.gradients([weight]))[0])
+        stepped.append(guard.step(optimizer, [weight], guard.gradients([weight]))[0])
     return stepped
 
 

@@ -51,7 +51,7 @@ def guarded(
     guard: GuardedStep, optimizer: Optimizer, parameters: Sequence[Parameter], losses: Sequence[Tensor] = ()
 ) -> tuple[bool, Tensor | None]:
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return guard(optimizer, parameters, gradients, losses)
+    return guard.step(optimizer, parameters, gradients, losses)
 
 
 def state_of(optimizer: Optimizer) -> list[dict[str, Any]]:

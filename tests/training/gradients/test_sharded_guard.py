@@ -60,7 +60,7 @@ def step_in_ways(bad: float | None) -> list[tuple[bool, float | None, dict[str, 
             every = list(parameters.values())
             shards_of_all = [strategy.communicator.sharding.to_local(p.grad) for p in every if p.grad is not None]
             strategy._step.checks.direct.allowed = True  # type: ignore[union-attr]
-            stepped, norm = guard(SGD(every, lr=0.1), every, shards_of_all)
+            stepped, norm = guard.step(SGD(every, lr=0.1), every, shards_of_all)
             strategy.communicator.sharding.offloads = False
             weights = {name: strategy.full_tensor(p.detach()) for name, p in parameters.items()}
             results.append((stepped, None if norm is None else norm.item(), weights))
@@ -74,7 +74,7 @@ def step_whole(bad: float | None, way: tuple[float | None, float | None]) -> tup
         model.get_parameter(name).grad = gradient
     every = list(model.parameters())
     guard = GuardedStep(torch.device("cpu"), *way)
-    stepped, norm = guard(SGD(every, lr=0.1), every, [p.grad for p in every if p.grad is not None])
+    stepped, norm = guard.step(SGD(every, lr=0.1), every, [p.grad for p in every if p.grad is not None])
     return stepped, norm, model
 
 

@@ -167,7 +167,7 @@ class LocalSGD(Feature, Replicas):
                 shared.grad = difference
             if self._reducer is not None:
                 self._reducer.finish()
-            finite, _ = self._guard(self._outer, self._shared, self._guard.gradients(self._shared))
+            finite, _ = self._guard.step(self._outer, self._shared, self._guard.gradients(self._shared))
             for shared in self._shared:
                 shared.grad = None
             torch._foreach_copy_([*self._weights], [*self._shared])

@@ -75,14 +75,14 @@ class GuardedStep(StepHook):
         self.all_plain &= all(p.device == self._flag.device for p in trained)
 
     def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
-        """Return the gradients of the parameters that have one, as ``__call__`` takes them."""
+        """Return the gradients of the parameters that have one, as ``step`` takes them."""
         gradients = []
         for p in parameters:  # no comprehension, which before Python 3.12 costs a call in each step
             if (gradient := p.grad) is not None:
                 gradients.append(gradient)
         return gradients
 
-    def __call__(
+    def step(
         self,
         optimizer: Optimizer,
         parameters: Iterable[Parameter],
@@ -102,14 +102,16 @@ class GuardedStep(StepHook):
         """
         if self._may_flag and gradients and getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._step_flagged(optimizer, parameters, gradients, losses)
-        if self._only_checks:
-            # _are_finite() written out: this is each step of the usual run, which a call would make dearer.
-            self._check(gradients, losses)
-            if not self._read_flag():
-                optimizer.step()
-                return True, None
-            self._flag.zero_()
-            return False, None
+        if self._only_checks and self.all_plain and not losses:
+            # Each step of the usual run, which calls would make dearer. What is not usual is left to the lines below.
+            try:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._flag, self._unit_scale)
+            except RuntimeError:
+                self.all_plain = False
+            else:
+                if not self._read_flag():
+                    optimizer.step()
+                    return True, None
         norm = self._norm(parameters, gradients) if self._norm_tells else None
         # If the norm is finite, all gradients are; if it is not, it may have overflowed.
         known = norm is not None and math.isfinite(_added(norm, losses).item())
@@ -124,7 +126,7 @@ class GuardedStep(StepHook):
         return True, norm
 
     def clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor] = ()) -> bool:
-        """Clip gradients as ``__call__`` does, without a step. Return whether they, and ``losses``, are finite."""
+        """Clip gradients as ``step`` does, without the optimizer's. Return whether they, and ``losses``, are finite."""
         finite = self._are_finite(gradients, losses)
         if finite:
             self._clip(parameters, gradients, None)

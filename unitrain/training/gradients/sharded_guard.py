@@ -35,6 +35,7 @@ class ShardedGuardedStep(GuardedStep):
     def measure(self, *, for_verdicts: bool) -> None:
         """Ask ``forbids`` from now on, or not."""
         super().measure(for_verdicts=for_verdicts)
+        self._only_checks = False  # all ranks agree in each check
         # Offloaded shards are checked and stepped in host memory, where no optimizer reads a flag on the GPU.
         self._may_flag = self._may_flag and not self._sharding.offloads
 

@@ -41,6 +41,7 @@ class Averaging(StepHook):
 
     Args:
         unit: as the attribute.
+        in_step: as the attribute.
 
     Attributes:
         in_step: whether gradients are averaged over the ranks in every step, so that all ranks step, or none.
@@ -48,10 +49,10 @@ class Averaging(StepHook):
     """
 
     place = 40
-    in_step: bool = False
 
-    def __init__(self, unit: int = 1) -> None:
+    def __init__(self, unit: int = 1, *, in_step: bool = False) -> None:
         self.unit: int = unit
+        self.in_step: bool = in_step  # of the object: each step asks, and Python finds those of a class more slowly
 
     def expect(self, last: bool) -> None:
         """Prepare for a forward and backward that end a window if ``last``. Some backends must know so early."""
@@ -114,8 +115,6 @@ class GradientAveraging(Averaging):
         armed: whether the next backward communicates.
     """
 
-    in_step = True
-
     def __init__(
         self,
         communicator: Communicator,
@@ -123,7 +122,7 @@ class GradientAveraging(Averaging):
         config: StrategyConfig,
         passes: Sequence[ModulePass] = (),
     ) -> None:
-        super().__init__(communicator.world_size if backend.gradient_reduction == "mean" else 1)
+        super().__init__(communicator.world_size if backend.gradient_reduction == "mean" else 1, in_step=True)
         self._backend = backend
         self._passes = passes
         self._collectives, self._sharding = communicator.collectives, communicator.sharding

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd import backward
 
 from unitrain.errors import UsageError
 from unitrain.training.loop.parts import run_parts
@@ -49,18 +50,18 @@ class Backward:
     Args:
         weights: weighs several losses.
         scale: makes the gradient that a backward starts from.
-        on_host: whether losses are on the CPU, where reading one costs nothing.
+        device: of the losses. On the CPU, reading one costs nothing.
         averaged: whether gradients are averaged over the ranks in every step.
     """
 
-    def __init__(self, weights: Weights, scale: LossScale, *, on_host: bool, averaged: bool) -> None:
+    def __init__(self, weights: Weights, scale: LossScale, device: torch.device, *, averaged: bool) -> None:
         self._weights = weights
         self._scale = scale
-        self._on_host = on_host
+        self._on_host = device.type == "cpu"
         self._averaged = averaged
         self._searched: set[str] = set()  # windows: a graph of theirs was, for reentrant checkpointing
 
-    def __call__(self, losses: Losses, share: float, windows: list[Window], last: bool, of_all: bool) -> None:
+    def run(self, losses: Losses, share: float, windows: list[Window], last: bool, of_all: bool) -> None:
         """Run the backward.
 
         Args:
@@ -84,8 +85,8 @@ class Backward:
             start = None  # autograd then starts from 1, without a tensor
             if losses.weights or share != 1.0 or self._scale.scaler is not None:
                 start = self._scale.start(loss, weight)
-            if self._on_host and not isinstance(weight, Tensor) and weight and math.isfinite(loss.item()):
-                loss.backward(start, inputs=inputs)  # type: ignore[no-untyped-call]  # the usual case, without a call
+            if self._on_host and not losses.weights and share and math.isfinite(loss.item()):
+                backward(loss, start, inputs=inputs)  # the usual case, without a call
             else:
                 self._run(windows, inputs, loss, start, weight)
         except RuntimeError as error:
@@ -133,11 +134,11 @@ class Backward:
                 return
             weight = weight.item()
         if weight and self._on_host and math.isfinite(loss.item()):  # the usual case
-            loss.backward(start, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
+            backward(loss, start, keep_graph, inputs=inputs)
         elif not weight:
             # Zeros instead of a product with 0, which would be NaN for a loss of NaN.
             with _replaced(windows, torch.zeros_like):
-                loss.backward(start, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
+                backward(loss, start, keep_graph, inputs=inputs)
         elif not self._on_host:
             self._run_unread(windows, inputs, loss, start, keep_graph)
         else:
@@ -145,7 +146,7 @@ class Backward:
             for window in windows:
                 window.evidence.refuse_loss()
             with _replaced(windows, partial(torch.full_like, fill_value=math.nan)):
-                loss.backward(start, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
+                backward(loss, start, keep_graph, inputs=inputs)
 
     def _run_unread(
         self,
@@ -159,7 +160,7 @@ class Backward:
         weighed = loss.detach() if start is None else torch.where(start == 0, 0.0, loss.detach())
         for window in windows:
             window.evidence.add_loss(weighed, averaged=self._averaged)
-        loss.backward(start, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
+        backward(loss, start, keep_graph, inputs=inputs)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class TrainingStep:
         self.scale: LossScale = LossScale(scaler)
         averaged = self.averaging.in_step
         self._weights = Weights(ranks, config.accumulate, self.averaging.unit)
-        self._differentiate = Backward(self._weights, self.scale, on_host=ranks.device.type == "cpu", averaged=averaged)
+        self._differentiate = Backward(self._weights, self.scale, ranks.device, averaged=averaged).run
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
         self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
         self.guard: GuardedStep = guard_for(ranks, config.clip_norm, config.clip_value, self.judge.forbids)
@@ -102,16 +102,15 @@ class TrainingStep:
 
     # ------------------------------------------------------------------------------- the order of a step, on one page
 
-    def _backward(
-        self, loss: ScriptLosses, optimizers: Sequence[Optimizer] | None, sync: bool | None, weight: GivenWeights
-    ) -> None:
+    def _backward(self, loss: ScriptLosses, windows: list[Window], sync: bool | None, weight: GivenWeights) -> None:
         """Run the first half of a step, for each micro-batch."""
         losses = Losses(loss, weight)
         if self._pulse.step >= self.checks.next_look:
             self.checks.before_backward(losses, None if losses.batches else self.batches.micro_batch)
-        windows = self.windows.of(optimizers)
         micro_batch = self.batches.of_backward(losses)
-        last = self._ends_window(windows[0], micro_batch, sync)
+        last = windows[0].micro_batches + 1 >= self._accumulate if micro_batch is None else micro_batch.last
+        if sync is not None:
+            last = self._asked_to_end(sync, last, micro_batch)
         losses, total, share = self._weights.weigh(losses, micro_batch)  # weigh
         for window in windows:
             window.enter(micro_batch, total, last)
@@ -123,12 +122,13 @@ class TrainingStep:
         for window in windows:
             window.leave(last)
 
-    def _update(self, optimizer: Optimizer, scheduler: Any) -> StepResult:
+    def _update(self, window: Window, optimizer: Optimizer, scheduler: Any) -> StepResult:
         """Run the second half, which makes a step at the end of an accumulation window."""
-        window = self.windows.advance(optimizer)
-        if not window.last:
+        if not window.advance():
             self.expect_next(window)
             return _WITHIN_WINDOW
+        if window.shared.rivals:
+            self.windows.separate_for_update(window)
         if self.averaging.in_step:
             self.averaging.finish(window)  # average
         gradients = self.guard.gradients(window.parameters)
@@ -161,8 +161,9 @@ class TrainingStep:
         if self.hooks.before_call:
             self.backward(loss, (optimizer,), weight=weight)
             return self.update(optimizer, scheduler)
-        self._backward(loss, (optimizer,), None, weight)
-        return self._update(optimizer, scheduler)
+        windows = self.windows.of((optimizer,))
+        self._backward(loss, windows, None, weight)
+        return self._update(windows[0], optimizer, scheduler)
 
     def backward(
         self,
@@ -174,24 +175,22 @@ class TrainingStep:
     ) -> None:
         """Run the first half. See ``Strategy.backward``. None means all prepared optimizers."""
         with self.hooks.call("backward"):
-            self._backward(loss, optimizers, sync, weight)
+            self._backward(loss, self.windows.of(optimizers), sync, weight)
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """Run the second half, with the hooks of a call around it. See ``Strategy.update``."""
         if scheduler is not None:
             check_scheduler(scheduler)
         with self.hooks.call("update"):
-            return self._update(optimizer, scheduler)
+            return self._update(self.windows.of_update(optimizer), optimizer, scheduler)
 
     # ----------------------------------------------------------------------------------------------------- its parts
 
-    def _ends_window(self, window: Window, micro_batch: MicroBatch | None, sync: bool | None) -> bool:
-        """Return whether this backward ends the window, by ``sync``, the loader, or the number of updates."""
-        if micro_batch is None:
-            return window.micro_batches + 1 >= self._accumulate if sync is None else sync
-        if sync and not micro_batch.last:
+    def _asked_to_end(self, sync: bool, last: bool, micro_batch: MicroBatch | None) -> bool:
+        """Return whether this backward ends the window, as ``sync`` asks, and not as the loader or the number says."""
+        if sync and not last and micro_batch is not None:
             raise UsageError("sync=True can't end the window of a loader early: it ends with its last micro-batch.")
-        return micro_batch.last if sync is None else sync
+        return sync
 
     def _judge_clip_and_step(
         self, optimizer: Optimizer, window: Window, gradients: list[Tensor]
@@ -207,10 +206,10 @@ class TrainingStep:
             for begin in self.hooks.before_update:
                 begin(optimizer, parameters)
             if self.averaging.in_step:  # averaged gradients show every rank's loss
-                stepped, norm = self.guard(optimizer, parameters, gradients, ())
+                stepped, norm = self.guard.step(optimizer, parameters, gradients, ())
             elif evidence.loss_is_finite:
                 # No NaN was added to a gradient: the guard checks the losses as well.
-                stepped, norm = self.guard(optimizer, parameters, gradients, evidence.losses)
+                stepped, norm = self.guard.step(optimizer, parameters, gradients, evidence.losses)
             for end in self.hooks.after_update:
                 end(optimizer, parameters, stepped)
         except BaseException as error:

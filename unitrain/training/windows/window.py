@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import ref
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from unitrain.communication.sharding import Sharding
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.device import by_device
 from unitrain.errors import UsageError
@@ -44,7 +45,7 @@ class Window:
         name: its name in messages and collectives, unique among optimizers, and the same on all ranks.
         evidence: records which losses and gradients are finite.
         total: the sum of the weights of the losses.
-        drop: drops the gradients of parameters.
+        sharding: drops the gradients of parameters.
         trial: the trial that the optimizer is of; "" outside of trials.
         parameters: of the optimizer.
         trained: those that require gradients.
@@ -59,7 +60,7 @@ class Window:
     name: str
     evidence: Evidence
     total: Total
-    drop: Callable[[Sequence[Parameter]], None]
+    sharding: Sharding
     trial: str = ""
     parameters: list[Parameter] = field(default_factory=list)
     trained: list[Parameter] = field(default_factory=list)
@@ -79,20 +80,21 @@ class Window:
         self.parameters = parameters
         known = set(map(id, self.trained))
         # A backward for another optimizer may have left gradients of parameters that this one trains only now.
-        self.drop([p for p in trained if id(p) not in known])
+        self.sharding.drop_gradients([p for p in trained if id(p) not in known])
         self.trained = trained
 
     def clear(self) -> None:
         """Drop everything that was accumulated, including gradients, and start a new window."""
-        self.drop(self.parameters)
+        for parameter in self.parameters:  # a call in each step would cost more
+            parameter.grad = None
+        if self.sharding.of_parameters:
+            self.sharding.drop_gradients(self.parameters)
         if not self.evidence.is_empty:
             self.evidence.clear()
         if self.total.weight is not None:
             self.total.clear()
-        self.micro_batch = None
         self.micro_batches = 0
-        self.last = None
-        self.witness = None
+        self.micro_batch = self.last = self.witness = None
         if self.shared.rivals:
             self.shared.aside.clear()
 
@@ -132,10 +134,8 @@ class Window:
     def advance(self) -> bool:
         """Complete a micro-batch. Return whether it ends the window."""
         self.micro_batches += 1
-        if self.last:
-            return True
-        self.last = None  # the next micro-batch has had no backward yet
-        return False
+        self.last = self.last or None  # the next micro-batch has had no backward yet
+        return self.last is not None
 
     def rescale(self, gradients: list[Tensor], accumulate: int) -> None:
         """Turn the sum of gradients into the gradients of the window's mean loss, if its shares were not known.

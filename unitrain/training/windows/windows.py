@@ -138,8 +138,8 @@ class Windows:
             if window.last is not None:
                 window.remember_gradients()
 
-    def advance(self, optimizer: Optimizer) -> Window:
-        """Complete a micro-batch of an optimizer, and return its window. Collective if that ends.
+    def of_update(self, optimizer: Optimizer) -> Window:
+        """Return the window of an optimizer that is to complete a micro-batch. Collective if that ends it.
 
         Raises:
             UsageError: it had no backward and has no gradients, or the script has changed them since.
@@ -149,8 +149,6 @@ class Windows:
             window = self._take_gradients(optimizer)
         if window.last and window.witness is not None:
             self._check_gradients(window)
-        if window.advance() and window.shared.rivals:
-            self._separate_for_update(window)
         return window
 
     def _take_gradients(self, optimizer: Optimizer) -> Window:
@@ -181,10 +179,10 @@ class Windows:
             for registered in self._hooks.registered:
                 registered(optimizer)
             name = f"optimizer {self._registered}"
-            evidence = Evidence(all_gradients=self._all_gradients, leaf=self._backend.sharding.leaf)
-            key = id(optimizer)
-            drop = self._backend.sharding.drop_gradients
-            window = self._of[key] = Window(ref(optimizer), name, evidence, self._total(name), drop, self._pulse.trial)
+            sharding, key = self._backend.sharding, id(optimizer)
+            evidence = Evidence(all_gradients=self._all_gradients, leaf=sharding.leaf)
+            total, trial = self._total(name), self._pulse.trial
+            window = self._of[key] = Window(ref(optimizer), name, evidence, total, sharding, trial)
             finalize(optimizer, self._of.pop, key, None)  # another one may get this id
             self._windows.append(window)
             self._registered += 1
@@ -241,7 +239,7 @@ class Windows:
                 )
             window.shared.partners = partners
 
-    def _separate_for_update(self, window: Window) -> None:
+    def separate_for_update(self, window: Window) -> None:
         """Do as ``_separate`` for the update of an optimizer, which may move no weights that only others share.
 
         Raises:
@@ -267,7 +265,7 @@ class Windows:
                 if rival.is_open and rival not in windows:
                     self._complete(rival)
                     if rival.keep(shared) and rival not in window.shared.partners:
-                        window.drop(shared)
+                        window.sharding.drop_gradients(shared)
         for window in windows:
             window.restore()
 
