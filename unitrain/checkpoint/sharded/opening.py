@@ -188,7 +188,7 @@ def _opened(located: Located) -> OpenCheckpoint:
                 parts[name.removesuffix(".pt")] = files.load(path)
             except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
                 raise unreadable(located.store.shown(located.file_name(name)), error) from error
-    run = parts.setdefault(RUN, {} if names else {"steps": 0, "random": [], "names": "{}"})
+    run = parts.setdefault(RUN, {} if names else {"steps": 0, "random": {"sizes": []}, "names": "{}"})
     if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
         raise DamagedError(f"{located}: {RUN}.pt is missing, or lacks what a run needs to continue")
     run["names"] = json.loads(run["names"])
