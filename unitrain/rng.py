@@ -172,8 +172,9 @@ def capture() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
-        "python": [version, torch.tensor(internal), gauss],  # of thousands of ranks, lists would take long to send
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        # Tensors: of thousands of ranks, lists would take long to send.
+        "python": [version, torch.tensor(internal, dtype=torch.uint32), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
     if accelerator := _in_use():
@@ -190,7 +191,7 @@ def restore(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state((name, keys.numpy(), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if accelerator := _in_use():
         for i, generator_state in zip(_indices(), state.get(accelerator.type, ()), strict=False):

@@ -11,7 +11,7 @@ import torch
 from needs import GPU
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unitrain.checkpoint.writer import on_host, snapshot
+from unitrain.checkpoint.writer import Memory, on_host, snapshot
 
 
 def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
@@ -20,19 +20,20 @@ def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
         "groups": [{"lr": 0.1, "params": [0, 1]}],
         "pair": (torch.ones(2), "text"),
     }
-    first = snapshot(state)
+    memory: Memory = []
+    first = snapshot(state, memory)
     state["weight"].add_(1)
     state["groups"][0]["lr"] = 0.2
     assert first["weight"].tolist() == [0, 1, 2]
     assert first["groups"] == [{"lr": 0.1, "params": [0, 1]}]
-    second = snapshot({**state, "new": torch.zeros(1)}, first)
+    second = snapshot({**state, "new": torch.zeros(1)}, memory)
     assert second["weight"].tolist() == [1, 2, 3]
     assert second["weight"].data_ptr() == first["weight"].data_ptr() != state["weight"].data_ptr()
     assert second["groups"][0]["lr"] == 0.2
     assert second["pair"][1] == "text"
     image = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     other = snapshot(
-        {"weight": torch.ones(4), "image": image, "tied": image.detach(), "few": image.to_sparse()}, second
+        {"weight": torch.ones(4), "image": image, "tied": image.detach(), "few": image.to_sparse()}, memory
     )
     assert other["weight"].tolist() == [1, 1, 1, 1]
     assert other["image"].stride() == image.stride(), "to write them in another order takes longer"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,8 +28,9 @@ from unitrain.checkpoint.schedules import SchedulerPart
 from unitrain.checkpoint.sharded.loading import CheckpointView
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint
 from unitrain.checkpoint.store.located import RUN
+from unitrain.communication import plain_data
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.state_transfer import SentState, needed
+from unitrain.communication.state_transfer import SentState
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.process import print_stderr
@@ -74,23 +77,26 @@ class RunPart(ObjectPart):
             for name in self.states.waiting.keys() - self._reported:
                 _warn_of_unknown(name)
         self._reported = set(self.states.waiting)
+        # As bytes: of thousands of ranks, no rank needs the states of the others, and one tensor is saved.
+        data, ranks = plain_data.encode(state), self.communicator.collectives
+        sizes = ranks.all_gather(torch.tensor(len(data), device=ranks.device)).tolist()
         return {
             "steps": self.step.global_step,
             "features": self.states.collect(),
-            "random": self.communicator.all_gather_object(state),
-            "names": self.names(),
+            "random": {"sizes": sizes, "states": torch.cat(ranks.all_gather_padded(data, sizes)).cpu()},
+            "names": json.dumps(self.names()),  # a string is copied in less time than all its lists
             "classes": self.classes,
         }
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
-        rank = self.communicator.rank
-        state = saved.receive(new=needed(lambda path: path[0] != "random" or path[1] == rank))
+        state, rank = saved.receive(), self.communicator.rank
+        sizes = state["random"]["sizes"]
         self.step.global_step = state["steps"]
         self.states.load(state.get("features", {}))
         # Of another number of ranks, no generator is this rank's: two ranks could draw the same numbers.
-        if len(state["random"]) == self.communicator.world_size:
-            rng.restore(state["random"][rank])
+        if len(sizes) == self.communicator.world_size:
+            rng.restore(plain_data.decode(torch.split(state["random"]["states"], sizes)[rank]))
         else:
             seed_rank(self.seed, state["steps"], rank)
         self.restored()

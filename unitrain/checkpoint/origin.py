@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from unitrain.checkpoint.store.located import Manifest
 from unitrain.config import StrategyConfig, flattened
+
+_version = cache(version)  # it reads a file
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Origin:
     def about(self) -> dict[str, Any]:
         """Return the run's entries in a manifest."""
         return {
-            "unitrain": version("unitrain"),
+            "unitrain": _version("unitrain"),
             "torch": torch.__version__,
             "world_size": self.world_size,
             "strategy": self.settings.model_dump(mode="json"),

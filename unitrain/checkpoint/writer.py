@@ -31,6 +31,10 @@ os.register_at_fork(after_in_child=_writing.clear)
 
 
 _STAYS = ("cpu", "meta")  # devices with tensors that are written as they are
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor."""
+Memory = list[tuple[Form, Tensor]]
+"""Tensors in host memory, each with its form."""
 
 
 class Background:
@@ -38,14 +42,16 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
-        self._snapshot: Any = None
+        self._memory: Memory = []  # of the last snapshot
         self.under_way: Future[None] | None = None  # what is being written, or was written last
 
     def run(self, portion: Portion, write: Callable[[Portion], None]) -> Future[None]:
-        """Start to write a snapshot of a portion, once the previous one is written."""
+        """Start to write a snapshot of a portion, once the previous one is written. The portion is emptied."""
         self.wait()  # its memory takes the new one
-        copied = portion.copied(lambda state: snapshot(state, self._snapshot))
-        self._snapshot = copied.parts, copied.shards.values
+        copied = portion.copied(lambda state: snapshot(state, self._memory))
+        # Tensors that are freed let other threads run: after submit, this one would wait until the new one has begun.
+        portion.parts.clear()
+        portion.shards.values.clear()
         self.under_way = writing = self._thread.submit(write, copied)
         _writing.add(writing)
         writing.add_done_callback(_writing.discard)
@@ -177,33 +183,46 @@ class Writer:
 # -------------------------------------------------------------------------------------------------------- host memory
 
 
-def snapshot(state: Any, earlier: Any = None) -> Any:
+def snapshot(state: Any, memory: Memory | None = None) -> Any:
     """Return a copy of nested state in host memory. Tensors that share their elements are one.
 
-    Tensors on a GPU are copied asynchronously into pinned memory, and synchronised once at the end. An earlier snapshot
-    becomes invalid: its memory is reused where shape and dtype are the same, as most of the cost is that of new memory.
-    """
-    used = {id(tensor): tensor for tensor in tensors(earlier) if tensor.layout == torch.strided and not tensor.is_meta}
-    free, devices = iter(used.values()), set[torch.device]()
+    Tensors on a GPU are copied asynchronously into pinned memory, and synchronised once at the end.
 
-    def copied(value: Tensor) -> Tensor:
+    Args:
+        state: the nested state.
+        memory: of an earlier snapshot, which becomes invalid. It is replaced by that of this one, which uses it again
+            where the form is the same, as most of the cost is that of new memory.
+    """
+    memory = [] if memory is None else memory
+    free, gpus = iter(memory.copy()), set[torch.device]()
+    targets, sources = list[Tensor](), list[Tensor]()
+    memory.clear()
+
+    def copied(value: Tensor, form: Form | None) -> Tensor:
         if value.is_meta:
             return value
-        if value.layout != torch.strided:
-            return value.detach().to("cpu", copy=True)
-        on_gpu = streams_of(value.device) is not None
+        if form is None:
+            return value.to("cpu", copy=True)
+        on_gpu = not value.is_cpu and streams_of(value.device) is not None
         if on_gpu:
-            devices.add(value.device)
-        memory = next(free, None)
-        form = value.shape, value.stride(), value.dtype
-        if memory is None or (memory.shape, memory.stride(), memory.dtype) != form:
+            gpus.add(value.device)
+        there, target = next(free, (None, value))
+        if there != form:
+            shape, stride, dtype = form
             # Not like the value itself, which may be on a device that evaluates lazily.
-            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            memory = torch.empty_like(like, device="cpu", pin_memory=on_gpu)
-        return memory.copy_(value.detach(), non_blocking=on_gpu)
+            like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            target = torch.empty_like(like, device="cpu", pin_memory=on_gpu)
+        memory.append((form, target))
+        targets.append(target)
+        sources.append(value)
+        return target
 
-    result = _copied(state, copied)
-    for device in devices:
+    with torch.no_grad():
+        result = _copied(state, copied)
+        # Only now, since the copies displace all that the lines above use from the processor's cache.
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=bool(gpus))
+    for device in gpus:
         streams_of(device).current_stream(device).synchronize()
     return result
 
@@ -211,19 +230,24 @@ def snapshot(state: Any, earlier: Any = None) -> Any:
 def on_host(state: Any) -> Any:
     """Return nested state with copies in host memory of the tensors that are not there. Those that are one stay one."""
     is_there = all(tensor.device.type in _STAYS for tensor in tensors(state))
-    return state if is_there else _copied(state, lambda x: x if x.device.type in _STAYS else x.detach().cpu())
+    return state if is_there else _copied(state, lambda x, _: x if x.device.type in _STAYS else x.detach().cpu())
 
 
-def _copied(state: Any, copied: Callable[[Tensor], Tensor]) -> Any:
-    """Return a deep copy of nested state that has ``copied(tensor)`` in place of each tensor with other elements."""
+def _copied(state: Any, copied: Callable[[Tensor, Form | None], Tensor]) -> Any:
+    """Return a deep copy of nested state that has ``copied(tensor, form)`` in place of each tensor with other elements.
+
+    The form is None unless the tensor is strided.
+    """
     originals = list(tensors(state, opened=True))  # kept, since another object could get the id of one
     copies: dict[Any, Tensor] = {}
     memo: dict[int, Any] = {}
     for value in originals:
+        form: Form | None = None
         elements: Any = id(value)
         if value.layout == torch.strided:
-            elements = id(value.untyped_storage()), value.storage_offset(), value.shape, value.stride(), value.dtype
+            form = value.shape, value.stride(), value.dtype
+            elements = id(value.untyped_storage()), value.storage_offset(), form
         if elements not in copies:
-            copies[elements] = copied(value)
+            copies[elements] = copied(value, form)
         memo[id(value)] = copies[elements]
     return copy.deepcopy(state, memo)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 def _parts(batch: Any) -> dict[Any, Any] | None:
     """Return the items of a container, by key, field or index; None for anything else."""
+    if isinstance(batch, (Tensor, str, int, float)):  # most often, and faster than to look for what it is not
+        return None
     if isinstance(batch, Mapping):
         return dict(batch.items())
     if isinstance(batch, (list, tuple)):
@@ -80,12 +82,14 @@ def rebuilt(batch: Any, leaf: Callable[[Any], Any], *, closed: type | tuple[()] 
 
 def leaves(batch: Any, *, opened: bool = False) -> Iterator[Any]:
     """Yield the leaves of a structure, and with ``opened`` those in containers with a method ``to``, too."""
-    parts = _parts(batch) if opened else _open_parts(batch)
-    if parts is None:
-        yield batch
-    else:
-        for part in parts.values():
-            yield from leaves(part, opened=opened)
+    waiting = [batch]
+    while waiting:
+        first = waiting.pop()
+        parts = _parts(first) if opened else _open_parts(first)
+        if parts is None:
+            yield first
+        else:
+            waiting.extend(reversed(parts.values()))
 
 
 def tensors(batch: Any, *, opened: bool = False) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -187,6 +188,10 @@ def _opened(located: Located) -> OpenCheckpoint:
                 parts[name.removesuffix(".pt")] = files.load(path)
             except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
                 raise unreadable(located.store.shown(located.file_name(name)), error) from error
+    run = parts.setdefault(RUN, {} if names else {"steps": 0, "random": {"sizes": []}, "names": "{}"})
+    if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
+        raise DamagedError(f"{located}: {RUN}.pt is missing, or lacks what a run needs to continue")
+    run["names"] = json.loads(run["names"])
     stored: Stored | None = None
     if METADATA in names or not names:
         name = located.file_name(METADATA)
@@ -196,12 +201,8 @@ def _opened(located: Located) -> OpenCheckpoint:
         if names and unlisted:
             raise DamagedError(f"{located}: its manifest lacks {min(unlisted)}")
         states, keys = _states(stored)
-        run = parts.setdefault(RUN, {"steps": 0, "random": []} if not names else {})
-        run["names"] = {**run.get("names", {}), **keys}
+        run["names"].update(keys)
         parts = {**states, **parts}
-    run = parts.get(RUN)
-    if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
-        raise DamagedError(f"{located}: {RUN}.pt is missing, or lacks what a run needs to continue")
     return OpenCheckpoint(located, parts, stored, files)
 
 
