@@ -119,6 +119,18 @@ class Backend(ABC):
         """
         return False
 
+    @classmethod
+    def allow_parts(cls) -> None:
+        """Prepare for calls of ``part`` after the start. Called before it.
+
+        Raises:
+            ConfigError: this backend can't communicate among some of the ranks only.
+        """
+        raise ConfigError(
+            f"backend {cls.name!r} can't communicate among some of the ranks only, which these settings need: it has "
+            "no `part`. Use ddp, fsdp or horovod."
+        )
+
     @property
     def authenticated(self) -> bool:
         """Whether only processes that the launcher has started can take part in the collectives, as with MPI."""
@@ -164,6 +176,16 @@ class Backend(ABC):
         Args:
             failed: whether this process ends because of an error. Other ranks may be gone: do not wait for them.
         """
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Backend:
+        """Return a backend that communicates among the ranks of this rank's group, numbered from 0. Collective.
+
+        It has the three collectives, and ends with this backend.
+
+        Args:
+            groups: two or more, disjoint, each in ascending order. Together they have all ranks.
+        """
+        raise NotImplementedError
 
     def watch_hosts(self, changed: Callable[[], None]) -> None:
         """Have a function called, in any thread and on any rank, when the launcher has other hosts for the job.
@@ -230,6 +252,10 @@ class LocalBackend(Backend):
     def expected_world(cls, launch: Launch) -> int:
         """Return 1 under every launcher."""
         return 1
+
+    @classmethod
+    def allow_parts(cls) -> None:
+        """Do nothing: the one group of one rank is the whole."""
 
     def start(self) -> tuple[int, int]:
         """Return the rank and a world size of 1."""

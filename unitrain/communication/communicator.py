@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -52,6 +52,19 @@ class Communicator:
         self.collectives: Collectives = Collectives(backend, peers=peers, compares=compares)
         self.sharding: Sharding = backend.sharding
         self._objects = ObjectTransport(self.collectives, key)
+        self._part: Callable[[Sequence[Sequence[int]]], Communicator] = lambda groups: Communicator(
+            backend.part(groups), peers=peers, key=key
+        )
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Return a communicator of the ranks of this rank's group, numbered from 0. Collective.
+
+        Calls of one group don't wait for those of others. With one group, it is this communicator.
+
+        Args:
+            groups: disjoint, each in ascending order. Together they have all ranks of the job.
+        """
+        return self if len(groups) == 1 else self._part(groups)
 
     def warn(self, message: str) -> None:
         """Issue a UserWarning on rank 0 that shows the line of the script that is being run. Not collective."""
