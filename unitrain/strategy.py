@@ -20,6 +20,7 @@ from unitrain.checkpoint import Checkpoint, files
 from unitrain.checkpoint.contents import Contents
 from unitrain.checkpoint.origin import Origin
 from unitrain.communication.backend import Backend
+from unitrain.communication.batch_group import BatchGroup
 from unitrain.communication.communicator import Communicator, ReduceOp
 from unitrain.communication.gathering import Gathering
 from unitrain.config import StrategyConfig
@@ -70,6 +71,8 @@ class Strategy:
         devices: all devices of this process.
         is_main: whether this is rank 0.
         shares: each rank's share of the samples, relative to the others (the setting ``shares``).
+        batch_group: the ranks that get the batches of this rank, and compute with parts of them; this rank alone,
+            unless a setting has several ranks share batches.
     """
 
     def __init__(self, backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
@@ -96,8 +99,9 @@ class Strategy:
             sockets.states.add("scaler", self._precision.scaler)
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._closures = Closures(sockets, self._step)
-        self._gathering = Gathering(self._communicator)
-        self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
+        self.batch_group: BatchGroup = sockets.batch_group
+        self._gathering = Gathering(sockets.readers)
+        self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, readers=sockets.readers, shards=shards)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
@@ -116,6 +120,7 @@ class Strategy:
             self._step.windows.forget_dropped,
             config,
             wraps=self.world_size == 1 or self._step.averaging.in_step,
+            reader=sockets.readers.rank,
         )
         self._trials = Trials(sockets, self._step, self._preparation, self._job.compare)
         atexit.register(self._close_at_exit)
@@ -392,7 +397,7 @@ class Strategy:
 
     def meter(self) -> Meter:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
-        return Meter(self._communicator, self._step.batches.current_batch)
+        return Meter(self._communicator, self.batch_group.size, self._step.batches.current_batch)
 
     def mean(self, value: Tensor, count: Weight | None = None) -> Tensor:
         """Return the mean over all ranks' samples, given the mean over this rank's, with its gradient. Collective.
@@ -494,7 +499,8 @@ class Strategy:
         Raises:
             UsageError: their shapes or dtypes differ; on all ranks.
         """
-        return self._gathering.all_gather(tensor) if differentiable else self._communicator.all_gather(tensor)
+        ranks = self._communicator
+        return Gathering(ranks).all_gather(tensor) if differentiable else ranks.all_gather(tensor)
 
     def gather(self, value: T, *, differentiable: bool = False, in_order: Loader | None = None) -> T:
         """Return the rows of all ranks, though ranks may have different numbers of rows. Collective.

@@ -43,6 +43,7 @@ class RunPart(ObjectPart):
 
     Attributes:
         communicator: the communicator of this process.
+        readers: the ranks that draw different random numbers.
         step: counts the steps.
         states: small states by name.
         names: returns the names of the parameters of each optimizer.
@@ -53,6 +54,7 @@ class RunPart(ObjectPart):
 
     name = RUN
     communicator: Communicator
+    readers: Communicator
     step: TrainingStep
     states: States
     names: Callable[[], dict[str, list[Name] | None]]
@@ -77,19 +79,19 @@ class RunPart(ObjectPart):
         return {
             "steps": self.step.global_step,
             "features": self.states.collect(),
-            "random": self.communicator.all_gather_object(state),
+            "random": self.readers.all_gather_object(state),
             "names": self.names(),
             "classes": self.classes,
         }
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
-        rank = self.communicator.rank
+        rank = self.readers.rank
         state = saved.receive(new=needed(lambda path: path[0] != "random" or path[1] == rank))
         self.step.global_step = state["steps"]
         self.states.load(state.get("features", {}))
         # Of another number of ranks, no generator is this rank's: two ranks could draw the same numbers.
-        if len(state["random"]) == self.communicator.world_size:
+        if len(state["random"]) == self.readers.world_size:
             rng.restore(state["random"][rank])
         else:
             seed_rank(self.seed, state["steps"], rank)
@@ -125,7 +127,8 @@ class Contents:
         restored: Callable[[], None],
     ) -> None:
         self._sockets = sockets
-        self._run = RunPart(sockets.communicator, step, sockets.states, dict, {}, sockets.config.seed, restored)
+        ranks = sockets.communicator, sockets.readers
+        self._run = RunPart(*ranks, step, sockets.states, dict, {}, sockets.config.seed, restored)
         self.replace(objects)
 
     def replace(self, objects: Mapping[str, Any]) -> None:

@@ -36,6 +36,7 @@ class Collectives:
         backend: has been started.
         peers: the state of the other ranks; None in a world of one, and before the handshake.
         compares: as the attribute.
+        whole: the collectives of all ranks, if these are of some: they are refused together, and end together.
 
     Attributes:
         rank: rank of this process.
@@ -49,7 +50,14 @@ class Collectives:
         broadcast_async: the backend's ``broadcast``, likewise.
     """
 
-    def __init__(self, backend: Backend, *, peers: Peers | None = None, compares: bool = False) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        peers: Peers | None = None,
+        compares: bool = False,
+        whole: Collectives | None = None,
+    ) -> None:
         self.rank: int = backend.rank
         self.world_size: int = backend.world_size
         self.device: torch.device = backend.device
@@ -62,6 +70,7 @@ class Collectives:
         self._backend = backend
         self._peers = peers
         self._refusal = ""
+        self._whole = whole
 
     def mark_calls(self, mark: Mark | None) -> None:
         """Mark each collective from now on, and the wait for it; with None, no more, which costs nothing.
@@ -141,10 +150,11 @@ class Collectives:
         ``how`` has its other arguments, which must be the same on all ranks.
         """
         # Before the library gets the call: after its end it may hang.
-        if self.closed:
+        whole = self._whole or self
+        if whole.closed:
             raise UsageError(f"{verb} was called after strategy.close(), which ends communication: call it before.")
-        if self._refusal:
-            raise UsageError(f"{verb} was called {self._refusal}")
+        if whole._refusal:
+            raise UsageError(f"{verb} was called {whole._refusal}")
         with self.pulse.within(verb):
             if self.compares:
                 form = "" if tensor is None else f" of {str(tensor.dtype)[6:]}{list(tensor.shape)}"

@@ -32,6 +32,7 @@ class Communicator:
         peers: the state of the other ranks; None in a world of one, and before the handshake.
         compares: whether ranks compare their calls before they make them (``debug``).
         key: signs pickled objects; None if the ranks share no secret, and before they have proved it.
+        whole: the collectives of all ranks, if these are some of them.
 
     Attributes:
         rank: rank of this process.
@@ -43,17 +44,23 @@ class Communicator:
     """
 
     def __init__(
-        self, backend: Backend, *, peers: Peers | None = None, compares: bool = False, key: bytes | None = None
+        self,
+        backend: Backend,
+        *,
+        peers: Peers | None = None,
+        compares: bool = False,
+        key: bytes | None = None,
+        whole: Collectives | None = None,
     ) -> None:
         self.rank: int = backend.rank
         self.is_main: bool = backend.rank == 0
         self.world_size: int = backend.world_size
         self.device: torch.device = backend.device
-        self.collectives: Collectives = Collectives(backend, peers=peers, compares=compares)
+        self.collectives: Collectives = Collectives(backend, peers=peers, compares=compares, whole=whole)
         self.sharding: Sharding = backend.sharding
         self._objects = ObjectTransport(self.collectives, key)
         self._part: Callable[[Sequence[Sequence[int]]], Communicator] = lambda groups: Communicator(
-            backend.part(groups), peers=peers, key=key
+            backend.part(groups), peers=peers, key=key, whole=self.collectives
         )
 
     def part(self, groups: Sequence[Sequence[int]]) -> Communicator:

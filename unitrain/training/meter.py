@@ -22,11 +22,13 @@ class Meter:
 
     Args:
         communicator: sums over the ranks.
+        copies: number of ranks that have the same samples.
         current_batch: tells whether the batch that the script works on is a stand-in.
     """
 
-    def __init__(self, communicator: Communicator, current_batch: CurrentBatch) -> None:
+    def __init__(self, communicator: Communicator, copies: int, current_batch: CurrentBatch) -> None:
         self._communicator = communicator
+        self._copies = copies
         self._current_batch = current_batch
         # In float64, so that a sum over millions of samples keeps the digits of each. It follows its first value to the
         # device, and starts on the CPU: a meter that is only given floats never touches the GPU.
@@ -88,7 +90,8 @@ class Meter:
 
     def _reduced(self) -> Tensor:
         """Return the sum and the count over all ranks, as a vector of two. Collective."""
-        return self._communicator.all_reduce(torch.stack([self._total, torch.full_like(self._total, self._count)]))
+        sums = torch.stack([self._total, torch.full_like(self._total, self._count)])
+        return self._communicator.all_reduce(sums) / self._copies
 
     def value(self) -> float:
         """Return the mean over all samples of all ranks, or NaN without samples. Collective."""

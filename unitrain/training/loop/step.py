@@ -79,7 +79,7 @@ class TrainingStep:
         self.checks: ScriptChecks = ScriptChecks(ranks, config.accumulate, sockets.prepared.has)
         self.scale: LossScale = LossScale(scaler)
         averaged = self.averaging.in_step
-        self._weights = Weights(ranks, config.accumulate, self.averaging.unit)
+        self._weights = Weights(ranks, sockets.readers.world_size, config.accumulate, self.averaging.unit)
         self._differentiate = Backward(self._weights, self.scale, on_host=ranks.device.type == "cpu", averaged=averaged)
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
         self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
