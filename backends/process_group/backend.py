@@ -77,10 +77,6 @@ class ProcessGroupBackend(Backend):
         self._adopted = dist.is_initialized()
         self._parts: list[ProcessGroupBackend] = []
 
-    @classmethod
-    def allow_parts(cls) -> None:
-        """Do nothing: process groups can be made at any time."""
-
     def start(self) -> tuple[int, int]:
         """Initialise the default process group, or use the script's, and make a group for the core. Collective.
 

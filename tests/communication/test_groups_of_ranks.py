@@ -8,8 +8,8 @@ from needs import HOROVOD
 from ranks import on_ranks
 
 from unitrain import init
-from unitrain.communication.backend import Backend, load_backend
-from unitrain.errors import ConfigError
+from unitrain.communication.backend import load_backend
+from unitrain.errors import ConfigError, UsageError
 
 GROUPS = [[0, 2], [1]]
 
@@ -33,6 +33,11 @@ def test_a_group_communicates_alone(backend: str) -> None:
         here = torch.tensor([strategy.rank, 1], dtype=torch.int16)
         if strategy.rank != 1:  # a group makes calls that another does not
             part.barrier()
+            with (
+                whole.collectives.refused("by a test"),
+                pytest.raises(UsageError, match="barrier was called by a test"),
+            ):
+                part.barrier()
         assert part.all_reduce(here).tolist() == [sum(ranks), len(ranks)]
         assert part.all_gather(here)[:, 0].tolist() == ranks
         assert int(part.broadcast(here, len(ranks) - 1)[0]) == ranks[-1]
@@ -40,9 +45,9 @@ def test_a_group_communicates_alone(backend: str) -> None:
         assert int(whole.all_reduce(here)[0]) == 3
 
 
-def test_a_backend_without_parts_says_so_before_it_is_started() -> None:
-    class Plain(Backend):
-        name = "plain"
-
-    with pytest.raises(ConfigError, match="backend 'plain' can't communicate among some of the ranks only"):
-        Plain.allow_parts()
+def test_a_backend_without_groups_says_so() -> None:
+    with (
+        init(backend="single", device="cpu") as strategy,
+        pytest.raises(ConfigError, match="backend 'single' communicates among all ranks only"),
+    ):
+        strategy.communicator.part([[0], [1]])

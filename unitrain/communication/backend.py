@@ -121,15 +121,7 @@ class Backend(ABC):
 
     @classmethod
     def allow_parts(cls) -> None:
-        """Prepare for calls of ``part`` after the start. Called before it.
-
-        Raises:
-            ConfigError: this backend can't communicate among some of the ranks only.
-        """
-        raise ConfigError(
-            f"backend {cls.name!r} can't communicate among some of the ranks only, which these settings need: it has "
-            "no `part`. Use ddp, fsdp or horovod."
-        )
+        """Prepare for calls of ``part``. Called before the start."""
 
     @property
     def authenticated(self) -> bool:
@@ -184,8 +176,14 @@ class Backend(ABC):
 
         Args:
             groups: two or more, disjoint, each in ascending order. Together they have all ranks.
+
+        Raises:
+            ConfigError: this backend communicates among all ranks only.
         """
-        raise NotImplementedError
+        raise ConfigError(
+            f"backend {self.name!r} communicates among all ranks only, and not in groups, which these settings need: "
+            "use ddp, fsdp or horovod."
+        )
 
     def watch_hosts(self, changed: Callable[[], None]) -> None:
         """Have a function called, in any thread and on any rank, when the launcher has other hosts for the job.
@@ -252,10 +250,6 @@ class LocalBackend(Backend):
     def expected_world(cls, launch: Launch) -> int:
         """Return 1 under every launcher."""
         return 1
-
-    @classmethod
-    def allow_parts(cls) -> None:
-        """Do nothing: the one group of one rank is the whole."""
 
     def start(self) -> tuple[int, int]:
         """Return the rank and a world size of 1."""

@@ -36,7 +36,6 @@ class Collectives:
         backend: has been started.
         peers: the state of the other ranks; None in a world of one, and before the handshake.
         compares: as the attribute.
-        whole: the collectives of all ranks, if these are of some: they are refused together, and end together.
 
     Attributes:
         rank: rank of this process.
@@ -45,19 +44,13 @@ class Collectives:
         pulse: records which collective this process is waiting in.
         compares: whether ranks compare their calls before they make them (``debug``); False in a world of one.
         closed: whether communication has ended.
+        whole: the collectives of all ranks, if these are of some of them: they are refused and closed together.
         all_reduce_async: the backend's ``all_reduce``: in place, without a wait, a record or an explanation of errors.
         all_gather_async: the backend's ``all_gather``, likewise.
         broadcast_async: the backend's ``broadcast``, likewise.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        peers: Peers | None = None,
-        compares: bool = False,
-        whole: Collectives | None = None,
-    ) -> None:
+    def __init__(self, backend: Backend, *, peers: Peers | None = None, compares: bool = False) -> None:
         self.rank: int = backend.rank
         self.world_size: int = backend.world_size
         self.device: torch.device = backend.device
@@ -69,8 +62,8 @@ class Collectives:
         self.broadcast_async: Callable[[Tensor, int, str], Wait] = backend.broadcast
         self._backend = backend
         self._peers = peers
+        self.whole: Collectives | None = None
         self._refusal = ""
-        self._whole = whole
 
     def mark_calls(self, mark: Mark | None) -> None:
         """Mark each collective from now on, and the wait for it; with None, no more, which costs nothing.
@@ -150,7 +143,7 @@ class Collectives:
         ``how`` has its other arguments, which must be the same on all ranks.
         """
         # Before the library gets the call: after its end it may hang.
-        whole = self._whole or self
+        whole = self.whole or self
         if whole.closed:
             raise UsageError(f"{verb} was called after strategy.close(), which ends communication: call it before.")
         if whole._refusal:

@@ -32,7 +32,6 @@ class Communicator:
         peers: the state of the other ranks; None in a world of one, and before the handshake.
         compares: whether ranks compare their calls before they make them (``debug``).
         key: signs pickled objects; None if the ranks share no secret, and before they have proved it.
-        whole: the collectives of all ranks, if these are some of them.
 
     Attributes:
         rank: rank of this process.
@@ -44,24 +43,16 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        *,
-        peers: Peers | None = None,
-        compares: bool = False,
-        key: bytes | None = None,
-        whole: Collectives | None = None,
+        self, backend: Backend, *, peers: Peers | None = None, compares: bool = False, key: bytes | None = None
     ) -> None:
         self.rank: int = backend.rank
         self.is_main: bool = backend.rank == 0
         self.world_size: int = backend.world_size
         self.device: torch.device = backend.device
-        self.collectives: Collectives = Collectives(backend, peers=peers, compares=compares, whole=whole)
+        self.collectives: Collectives = Collectives(backend, peers=peers, compares=compares)
         self.sharding: Sharding = backend.sharding
         self._objects = ObjectTransport(self.collectives, key)
-        self._part: Callable[[Sequence[Sequence[int]]], Communicator] = lambda groups: Communicator(
-            backend.part(groups), peers=peers, key=key, whole=self.collectives
-        )
+        self._made_of = backend, peers, key
 
     def part(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """Return a communicator of the ranks of this rank's group, numbered from 0. Collective.
@@ -71,7 +62,12 @@ class Communicator:
         Args:
             groups: disjoint, each in ascending order. Together they have all ranks of the job.
         """
-        return self if len(groups) == 1 else self._part(groups)
+        if len(groups) == 1:
+            return self
+        backend, peers, key = self._made_of
+        part = Communicator(backend.part(groups), peers=peers, key=key)
+        part.collectives.whole = self.collectives
+        return part
 
     def warn(self, message: str) -> None:
         """Issue a UserWarning on rank 0 that shows the line of the script that is being run. Not collective."""

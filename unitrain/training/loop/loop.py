@@ -26,7 +26,6 @@ class TrainingLoop:
         step: makes the steps.
         prepared: the prepared modules.
         pass_boundary: called where the run can be stopped; raises if it is to be stopped.
-        readers: the ranks that read different batches.
         shards: whether parameters are sharded.
 
     Attributes:
@@ -37,13 +36,7 @@ class TrainingLoop:
     """
 
     def __init__(
-        self,
-        step: TrainingStep,
-        prepared: PreparedModules,
-        pass_boundary: Callable[[], None],
-        *,
-        readers: Communicator,
-        shards: bool,
+        self, step: TrainingStep, prepared: PreparedModules, pass_boundary: Callable[[], None], *, shards: bool
     ) -> None:
         self._step = step
         self._shards = shards  # parameters
@@ -57,8 +50,10 @@ class TrainingLoop:
         # By the line that made a loader, and the order: which loader has trained last, which models and optimizers,
         # and until which step of all optimizers.
         self._orders: dict[tuple[str, tuple[int, int] | None], tuple[object, list[ref[Any]], int]] = {}
-        self.readers: Communicator = readers
-        self.shares: tuple[int, ...] = prepared.shares[: readers.world_size]  # equal, if ranks read the same batches
+        self.readers: Communicator = step.readers
+        self.shares: tuple[int, ...] = prepared.shares[
+            : self.readers.world_size
+        ]  # equal, if ranks read the same batches
         self.evaluating: bool = False
         self.epoch_asked: bool = False
 
