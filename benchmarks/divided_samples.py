@@ -10,6 +10,7 @@ one thread. Memory is the peak of all tensors that a step makes: activations, gr
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +71,7 @@ def peak(step: Callable[[], object]) -> float:
 
 
 def measure(short: bool) -> Found:
-    how = {"width": SHORT_WIDTH if short else WIDTH, "rounds": SHORT if short else ROUNDS}
+    how: dict[str, Any] = {"width": SHORT_WIDTH if short else WIDTH, "rounds": SHORT if short else ROUNDS}
     return {
         "cases": [
             {"world": world, "tokens": tokens, "ways": in_processes(world, measure_world, tokens=tokens, **how)}
