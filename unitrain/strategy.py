@@ -509,6 +509,9 @@ class Strategy:
         of all ranks are concatenated. Dicts and tuples keep their structure. Any other object becomes a list with one
         element of each rank.
 
+        Of ranks that share batches (``batch_group``), it takes those at the same place in their groups: each sample is
+        there once if a rank passes what is of whole samples.
+
         A rank whose batch is a stand-in (``Loader.stand_in``) adds no rows. An evaluation that gathers in its loop gets
         stand-ins as training does, so that all ranks take part for each batch.
 

@@ -102,7 +102,7 @@ def train(
             for x, y in loader:
                 part = group.part(y, 1)
                 loss = F.mse_loss(model(group.part(x, 1), group, length), part)
-                # The mean of the means over parts is that of the whole if the parts are equal.
+                # If the parts are equal, the mean of their means is the mean over the whole.
                 weight = part.numel() if length % group.size else None
                 norms.append(strategy.step(loss, optimizer, weight=weight).grad_norm)
                 losses.add(mean=loss, count=part.numel())

@@ -1,4 +1,4 @@
-"""``BatchGroup``: the ranks that get the same batches, each of which computes with a part of every sample."""
+"""``BatchGroup``: ranks that get the same batches, and compute with parts of each sample."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class BatchGroup:
 
         Raises:
             UsageError: the tensors differ in dtype or other sizes (without ``length``), on all ranks; or this rank's
-                part is not that of ``length``.
+                part has another size than ``part`` would give it.
         """
         if self._communicator is None:
             return tensor

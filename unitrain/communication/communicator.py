@@ -57,7 +57,7 @@ class Communicator:
     def part(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """Return a communicator of the ranks of this rank's group, numbered from 0. Collective.
 
-        Calls of one group don't wait for those of others. With one group, it is this communicator.
+        Groups don't wait for each other. With one group, it is this communicator.
 
         Args:
             groups: disjoint, each in ascending order. Together they have all ranks of the job.

@@ -18,7 +18,8 @@ class Meter:
 
     Adding costs no communication, and no synchronisation with a GPU. Reading (``value``, ``sum``, ``count``) reduces
     both over the ranks in one call, which is collective: call it on every rank, or none. Values that are added for a
-    stand-in, the batch of a rank without samples, are ignored.
+    stand-in, the batch of a rank without samples, are ignored. Ranks that share batches (``Strategy.batch_group``) add
+    values of the same samples, or means over parts of them: sums and counts are divided by their number.
 
     Args:
         communicator: sums over the ranks.

@@ -154,7 +154,7 @@ class Weights:
         self._device = precise(communicator.device)  # that has float64, in which numbers of tokens add up exactly
         self._accumulate = accumulate
         self._unit = unit
-        self._of_sample = unit * readers / communicator.world_size  # of which each rank that has it takes a part
+        self._of_sample = unit * readers / communicator.world_size  # several ranks may have a part of it
         # Without a loader, all batches are taken to have one size, so each has the same weight.
         self._uncounted = unit / (communicator.world_size * accumulate)
 
