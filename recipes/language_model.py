@@ -101,10 +101,15 @@ def main() -> None:
     resume_or_discard(checkpoint, settings.resume, force=settings.force)
     folder.begin(settings, strategy.global_step)
 
-    def loss_of(batch: list[torch.Tensor]) -> torch.Tensor:
-        inputs, targets = text.inputs_and_targets(*batch)
+    group = strategy.batch_group  # ranks that have the same sequences, and each a part of them; or this rank alone
+
+    def loss_of(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses of this rank's tokens, and their number."""
+        inputs, targets = text.inputs_and_targets(*batch)  # and then in parts, so that no target is lost between two
+        targets = group.part(targets, 1)
         with strategy.autocast():
-            return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            total = F.cross_entropy(model(inputs, group).flatten(0, 1), targets.flatten(), reduction="sum")
+        return total, (targets != text.IGNORED).sum()
 
     throughput, last_step = strategy.add(Throughput()), settings.last_step
     if settings.profile:
@@ -114,26 +119,27 @@ def main() -> None:
         train_loss, train_tokens, val_loss, val_tokens = (strategy.meter() for _ in range(4))
         bar = tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None)
         for batch in bar:
-            loss, tokens = loss_of(batch), batch[1].sum()
-            train_loss.add(total=loss * tokens)
+            total, tokens = loss_of(batch)
+            train_loss.add(total=total)
             train_tokens.add(total=tokens)
-            strategy.step(loss, optimizer, scheduler, weight=tokens)
+            strategy.step(total / tokens.clamp(min=1), optimizer, scheduler, weight=tokens)
             if settings.checkpoint_every and strategy.global_step % settings.checkpoint_every == 0:
                 checkpoint.save()
             if strategy.global_step >= last_step:
                 break
 
-        with strategy.evaluation(model), strategy.autocast():
-            for window, length in val:
-                inputs, targets = text.inputs_and_targets(window, length)
-                val_loss.add(total=F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum"))
-                val_tokens.add(total=length.sum())
+        with strategy.evaluation(model):
+            for batch in val:
+                total, tokens = loss_of(batch)
+                val_loss.add(total=total)
+                val_tokens.add(total=tokens)
         metrics = {
             "epoch": epoch,
             "step": strategy.global_step,
             "train_perplexity": math.exp(train_loss.sum() / train_tokens.sum()),
             "val_perplexity": math.exp(val_loss.sum() / val_tokens.sum()),
-            "val_tokens": int(val_tokens.sum()),
+            # The ranks of a group have the same samples, so a meter divides what they add by their number.
+            "val_tokens": round(val_tokens.sum() * group.size),
             "learning_rate": rate.at(strategy.global_step - 1),
             **throughput.read(),
         }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unitrain.communication.backend import Backend
+    from unitrain.communication.batch_group import BatchGroup
     from unitrain.config import Section
     from unitrain.data import Loader
     from unitrain.errors import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Backend",
     "BackendError",
+    "BatchGroup",
     "CheckpointError",
     "CommunicationError",
     "ConfigError",
@@ -68,6 +70,7 @@ __all__ = [
 
 _HOMES = {
     "Backend": "communication.backend",
+    "BatchGroup": "communication.batch_group",
     "Section": "config",
     "StrategyConfig": "settings.strategy_config",
     "dump_yaml": "settings",

@@ -20,6 +20,7 @@ from unitrain.checkpoint import Checkpoint, files
 from unitrain.checkpoint.contents import Contents
 from unitrain.checkpoint.origin import Origin
 from unitrain.communication.backend import Backend
+from unitrain.communication.batch_group import BatchGroup
 from unitrain.communication.communicator import Communicator, ReduceOp
 from unitrain.communication.gathering import Gathering
 from unitrain.config import StrategyConfig
@@ -70,6 +71,8 @@ class Strategy:
         devices: all devices of this process.
         is_main: whether this is rank 0.
         shares: each rank's share of the samples, relative to the others (the setting ``shares``).
+        batch_group: the ranks that get the batches of this rank, and compute with parts of them; this rank alone,
+            unless a setting has several ranks share batches.
     """
 
     def __init__(self, backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
@@ -96,7 +99,8 @@ class Strategy:
             sockets.states.add("scaler", self._precision.scaler)
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._closures = Closures(sockets, self._step)
-        self._gathering = Gathering(self._communicator)
+        self.batch_group: BatchGroup = sockets.batch_group
+        self._gathering = Gathering(sockets.readers)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
@@ -116,6 +120,7 @@ class Strategy:
             self._step.windows.forget_dropped,
             config,
             wraps=self.world_size == 1 or self._step.averaging.in_step,
+            reader=sockets.readers.rank,
         )
         self._trials = Trials(sockets, self._step, self._preparation, self._job.compare)
         atexit.register(self._close_at_exit)
@@ -392,7 +397,7 @@ class Strategy:
 
     def meter(self) -> Meter:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
-        return Meter(self._communicator, self._step.batches.current_batch)
+        return Meter(self._communicator, self.batch_group.size, self._step.batches.current_batch)
 
     def mean(self, value: Tensor, count: Weight | None = None) -> Tensor:
         """Return the mean over all ranks' samples, given the mean over this rank's, with its gradient. Collective.
@@ -494,7 +499,8 @@ class Strategy:
         Raises:
             UsageError: their shapes or dtypes differ; on all ranks.
         """
-        return self._gathering.all_gather(tensor) if differentiable else self._communicator.all_gather(tensor)
+        ranks = self._communicator
+        return Gathering(ranks).all_gather(tensor) if differentiable else ranks.all_gather(tensor)
 
     def gather(self, value: T, *, differentiable: bool = False, in_order: Loader | None = None) -> T:
         """Return the rows of all ranks, though ranks may have different numbers of rows. Collective.
@@ -502,6 +508,9 @@ class Strategy:
         Tensors are concatenated along their first dimension; of scalars, each is a row. Lists are rows, too: the lists
         of all ranks are concatenated. Dicts and tuples keep their structure. Any other object becomes a list with one
         element of each rank.
+
+        Of ranks that share batches (``batch_group``), it takes those at the same place in their groups: each sample is
+        there once if a rank passes what is of whole samples.
 
         A rank whose batch is a stand-in (``Loader.stand_in``) adds no rows. An evaluation that gathers in its loop gets
         stand-ins as training does, so that all ranks take part for each batch.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -53,6 +54,7 @@ class HorovodBackend(Backend):
     served_by = "horovodrun or mpirun"
     matches_by_name = True
     compressions: ClassVar[tuple[str, ...]] = ("none", "fp16")
+    _sets: ClassVar[dict[tuple[int, ...], Any]] = {}  # Horovod's process sets, which last as long as it does
 
     @classmethod
     def expected_world(cls, launch: Launch) -> int:
@@ -117,6 +119,11 @@ class HorovodBackend(Backend):
         if controller == "gloo" and _SERVER[0] in os.environ:
             _check_served(*(os.environ[name] for name in _SERVER))
 
+    @classmethod
+    def allow_parts(cls) -> None:
+        """Allow process sets, which make each cycle of Horovod longer."""
+        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
     @property
     def authenticated(self) -> bool:
         """Whether Horovod communicates through MPI."""
@@ -130,6 +137,8 @@ class HorovodBackend(Backend):
         """
         self._hvd = _import_horovod()
         self._ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
+        self._ranks: Sequence[int] = range(self.world_size)  # of the job
+        self._within: dict[str, Any] = {}  # the argument that limits a collective to a process set
         variables = _variables(self.config, self.launch)
         if not self._hvd.is_initialized():
             os.environ.update(variables)
@@ -138,6 +147,7 @@ class HorovodBackend(Backend):
             if self.launch.elastic:
                 await_all(self.launch, ":".join(os.environ[name] for name in _SERVER), self.config.timeout_s)
             self._hvd.init()
+            self._sets.clear()
             # Once per process, until its exit: MPI can't be initialised twice, and ranks that initialise gloo again may
             # find old addresses. Unlike atexit handlers, finalizers run in multiprocessing's children too.
             Finalize(None, self._hvd.shutdown, exitpriority=0)
@@ -166,7 +176,7 @@ class HorovodBackend(Backend):
             name: by which Horovod matches the calls of the ranks, in whichever order they come.
         """
         wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
-        handle = self._hvd.allreduce_async_(wide, name=name, op=self._ops[op])
+        handle = self._hvd.allreduce_async_(wide, name=name, op=self._ops[op], **self._within)
 
         def finish() -> None:
             self._wait(handle)
@@ -178,13 +188,24 @@ class HorovodBackend(Backend):
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         """All-gather along a new first dimension."""
         # Horovod concatenates along the first dimension.
-        handle = self._hvd.allgather_async(tensor.unsqueeze(0), name=name)
+        handle = self._hvd.allgather_async(tensor.unsqueeze(0), name=name, **self._within)
         return partial(self._wait, handle)
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in place."""
-        handle = self._hvd.broadcast_async_(tensor, root_rank=src, name=name)
+        handle = self._hvd.broadcast_async_(tensor, root_rank=self._ranks[src], name=name, **self._within)
         return partial(self._wait, handle)
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Backend:
+        """Make a process set of each of the groups, unless there is one. Collective."""
+        part = copy.copy(self)
+        for ranks in map(tuple, groups):
+            if ranks not in self._sets:
+                self._sets[ranks] = self._hvd.add_process_set([*ranks])
+            if self.rank in ranks:
+                part.rank, part.world_size, part._ranks = ranks.index(self.rank), len(ranks), ranks
+                part._within = {"process_set": self._sets[ranks]}
+        return part
 
     def _wait(self, handle: int) -> Any:
         """Wait for a collective, and return its result. HorovodInternalError is raised if another rank has gone."""

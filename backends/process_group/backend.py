@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
@@ -74,6 +75,7 @@ class ProcessGroupBackend(Backend):
         super().__init__(config, launch, device)
         # A process group that the script has made is used, and is not destroyed.
         self._adopted = dist.is_initialized()
+        self._parts: list[ProcessGroupBackend] = []
 
     def start(self) -> tuple[int, int]:
         """Initialise the default process group, or use the script's, and make a group for the core. Collective.
@@ -153,8 +155,9 @@ class ProcessGroupBackend(Backend):
             return  # destroying NCCL's communicators, for one, waits for the other ranks of the host
         if not failed:
             # gloo's threads end with the last reference. If one frees a tensor while Python shuts down, it aborts.
-            dist.destroy_process_group(self._group)
-            del self._group
+            for backend in (*self._parts, self):
+                dist.destroy_process_group(backend._group)
+                del backend._group
         if not self._adopted and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -225,7 +228,19 @@ class ProcessGroupBackend(Backend):
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in the core's process group."""
-        return partial(_wait, dist.broadcast(tensor, src, group=self._group, async_op=True))
+        return partial(_wait, dist.broadcast(tensor, group_src=src, group=self._group, async_op=True))
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Backend:
+        """Make a process group of each of the groups. Collective."""
+        part = copy.copy(self)
+        for ranks in groups:
+            group = dist.new_group([*ranks], timeout=self.timeout)
+            if self.rank in ranks:
+                part.rank, part.world_size = ranks.index(self.rank), len(ranks)
+                assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+                part._group = group
+        self._parts.append(part)
+        return part
 
 
 def _serves(library: str | None, kind: str) -> bool:

@@ -158,7 +158,8 @@ def summarise(strategy: Strategy, batch_size: int) -> None:
     """Print launcher, backend, devices, precision and batch size on rank 0. Collective."""
     of_ranks = strategy.communicator.all_gather_object(strategy.devices)
     devices = Counter(str(device) for devices in of_ranks for device in devices)
-    parts = sorted({part_of(rank, strategy.shares).count(batch_size) for rank in range(strategy.world_size)})
+    shares = strategy.shares[:: strategy.batch_group.size]  # of groups of ranks with the same samples
+    parts = sorted({part_of(place, shares).count(batch_size) for place in range(len(shares))})
     strategy.print(
         f"launcher {strategy.launch.launcher}, backend {strategy.config.backend}, processes {strategy.world_size}, "
         f"devices {', '.join(f'{count} x {device}' for device, count in devices.items())}, "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unitrain import ConfigError
+from unitrain import BatchGroup, ConfigError
 
 _INIT_STD = 0.02
 
@@ -38,7 +38,7 @@ class GPT(nn.Module):
         self.tokens: nn.Embedding = nn.Embedding(vocabulary, width)
         self.positions: nn.Embedding = nn.Embedding(context, width)
         self.dropout: nn.Dropout = nn.Dropout(dropout)
-        self.blocks: nn.Sequential = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.blocks: nn.ModuleList = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm: nn.LayerNorm = nn.LayerNorm(width)
         self.head: nn.Linear = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight  # tied: a token has one vector, read and written
@@ -48,11 +48,18 @@ class GPT(nn.Module):
                 scale = math.sqrt(2 * layers) if name.endswith(".out.weight") else 1.0
                 nn.init.normal_(parameter, std=_INIT_STD / scale)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next token (rows, length, vocabulary) for tokens (rows, length)."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, group: BatchGroup | None = None) -> Tensor:
+        """Return the logits of each next token (rows, length, vocabulary) for tokens (rows, length).
+
+        With a group of ranks, which all pass the same tokens, each computes and returns the logits of its part of them.
+        """
+        places, divided = torch.arange(tokens.shape[1], device=tokens.device), None
+        if group is not None and group.size > 1:
+            tokens, places, divided = group.part(tokens, 1), group.part(places, 0), _Divided(group, tokens.shape[1])
         x = self.dropout(self.tokens(tokens) + self.positions(places))
-        return cast(Tensor, self.head(self.norm(self.blocks(x))))
+        for block in self.blocks:
+            x = block(x, divided)
+        return cast(Tensor, self.head(self.norm(x)))
 
 
 class Block(nn.Module):
@@ -65,10 +72,31 @@ class Block(nn.Module):
         self.mlp_norm: nn.LayerNorm = nn.LayerNorm(width)
         self.mlp: _MLP = _MLP(width, dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return tokens (rows, length, width) that have seen those before them."""
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, divided: _Divided | None) -> Tensor:
+        """Return tokens (rows, length, width) that have seen those before them, also on other ranks of a group."""
+        x = x + self.attention(self.attention_norm(x), divided)
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
+
+
+class _Divided(NamedTuple):
+    """How a group of ranks divides tokens (rows, length, …): the text, but for attention, which needs all of it, heads.
+
+    So the ranks have equal work, although at the end of a text there is more to see than at its beginning.
+    """
+
+    group: BatchGroup
+    length: int
+    """Of the whole text."""
+
+    # Both return copies, or the whole would be kept for the backward.
+
+    def by_heads(self, split: Tensor) -> Tensor:
+        """Return some heads of the whole text, given all heads (rows, length, 3, heads, width) of a part of it."""
+        return self.group.part(self.group.gather(split, 1, self.length), 3).clone()
+
+    def by_text(self, mixed: Tensor, heads: int) -> Tensor:
+        """Return all heads of this rank's part of the text, given some (rows, length, heads, width) of the whole."""
+        return self.group.part(self.group.gather(mixed, 2, heads), 1).clone()
 
 
 class _Attention(nn.Module):
@@ -79,13 +107,17 @@ class _Attention(nn.Module):
         self.queries_keys_values: nn.Linear = nn.Linear(width, 3 * width)
         self.out: nn.Linear = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, divided: _Divided | None) -> Tensor:
         rows, length, width = x.shape
         split = self.queries_keys_values(x).view(rows, length, 3, self.heads, width // self.heads)
+        if divided is not None:
+            split = divided.by_heads(split)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
-        mixed = self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True).transpose(1, 2)
+        if divided is not None:
+            mixed = divided.by_text(mixed, self.heads)
+        mixed = self.out(mixed.reshape(rows, length, width))
         return F.dropout(mixed, self.dropout, self.training)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from jobs import Job, run_job
-from places import TESTS
+from places import ROOT, TESTS
 from slurm import slurm_missing
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("slurm")]
@@ -56,9 +56,14 @@ STARTS = {
 QUICK = ["torchrun", "mpirun", "horovodrun gloo", "srun"]
 # Has Horovod start MPI, and that can be done once, so it is not made to fail.
 LATER = pytest.mark.all("horovodrun that starts mpirun")
+SHARED = pytest.mark.all("ranks that share batches, under launchers beyond torchrun")
 BY_MPI = pytest.param("horovodrun", marks=LATER)
 MORE = ["torch.distributed.launch", "torchrun 3", "horovodrun gloo 3"]
 FLOAT64 = "--max-steps 8 --batch-size 50 --strategy.precision fp64 --strategy.sync-batchnorm true"
+TEXT = (
+    f"--data={ROOT}/README.md --context=64 --layers=1 --width=16 --heads=2 --batch-size=7 --max-steps=6 --sample=9 "
+    "--strategy.precision=fp64 --strategy.ranks-per-batch="
+)
 PPO = "--environments 4 --steps 64 --batch-size 51 --rounds 2 --epochs 2 --strategy.precision fp64"
 
 
@@ -167,6 +172,31 @@ def test_reinforcement_learning_is_the_same_in_float64(launchers: Launchers, nam
     assert [line["launcher"] for line in lines] == [STARTS[name].launcher] * 2
     for value in ("step", "mean_return", "policy_loss", "value_loss", "entropy"):
         assert [line[value] for line in lines] == pytest.approx([line[value] for line in expected], rel=1e-9), value
+
+
+@pytest.fixture(scope="module")
+def text_alone(launchers: Launchers) -> dict[str, Any]:
+    """Return what one process measures of the language model."""
+    return launchers.train("python", {"language_model": f"{TEXT}1"}).metrics("language_model")[0]
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torchrun",
+        *(pytest.param(name, marks=SHARED) for name in [*QUICK[1:], "horovodrun"]),
+        pytest.param("torchrun 3", marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_that_share_each_text_train_the_model_of_one_process(
+    launchers: Launchers, text_alone: dict[str, Any], name: str
+) -> None:
+    flags = f"{TEXT}{STARTS[name].world}"
+    [found] = launchers.train(name, {"language_model": flags}).metrics("language_model")
+    assert (found["launcher"], found["world_size"]) == (STARTS[name].launcher, STARTS[name].world)
+    for value in ("step", "train_perplexity", "val_perplexity", "val_tokens"):
+        assert found[value] == pytest.approx(text_alone[value], rel=1e-9), value
 
 
 @pytest.mark.soak

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from needs import HOROVOD
+from ranks import run_ranks
 from recipe_runs import DOCUMENTS, run_recipe, write_documents
 
 from unitrain.errors import ConfigError
@@ -43,6 +47,37 @@ def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[-1]["val_tokens"] == sum(map(len, held_out))
     assert lines[-1]["val_perplexity"] < 0.7 * text.baselines(text.load("texts"))["unigram"]
     assert Path("out/best.pt").exists()
+
+
+def train(output: Path, backend: str, *stops: tuple[int, int]) -> dict[str, Any]:
+    """Train in float64 up to each number of steps, with so many ranks that share each text. Return the last metrics."""
+    os.chdir(output.parent)
+    flags = (*SMALL, "--context=33", "--epochs=2", "--strategy.precision=fp64", f"--strategy.backend={backend}")
+    for steps, ranks in stops:
+        lines = run_recipe(
+            "language_model", *flags, f"--max-steps={steps}", f"--strategy.ranks-per-batch={ranks}", output=output
+        )
+    return lines[-1]
+
+
+LATER = pytest.mark.all("test_launchers.py has ranks that share each text, without a resume")
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["ddp", pytest.param("fsdp", marks=LATER), pytest.param("horovod", marks=[LATER, HOROVOD])],
+)
+def test_ranks_share_each_text_and_resume_with_others(tmp_path: Path, backend: str) -> None:
+    # Halves of 17 and 16 tokens, and in the last window of a document, one that is empty.
+    line = run_ranks(train, tmp_path / "shared", backend, (5, 2), (9, 1), (14, 2))[0]
+    expected = run_ranks(train, tmp_path / "alone", "single", (14, 1), nprocs=1, launcher="python")[0]
+    for value in ("step", "val_perplexity", "val_tokens"):
+        assert line[value] == pytest.approx(expected[value], rel=1e-9), value
+    weights, expected_weights = (
+        torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("shared", "alone")
+    )
+    for key, weight in expected_weights.items():
+        torch.testing.assert_close(weights[key], weight, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(

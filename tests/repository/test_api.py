@@ -37,9 +37,10 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_public_names_are_these() -> None:
     assert sorted(unitrain.__all__) == unitrain.__all__ == [
-        "Backend", "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Feature",
-        "Launch", "LaunchError", "Loader", "Meter", "ModulePass", "NonFiniteError", "Section", "StepResult", "Stopped",
-        "Strategy", "StrategyConfig", "UnitrainError", "UsageError", "dump_yaml", "init", "parse_command_line", "spawn",
+        "Backend", "BackendError", "BatchGroup", "CheckpointError", "CommunicationError", "ConfigError", "DataError",
+        "Feature", "Launch", "LaunchError", "Loader", "Meter", "ModulePass", "NonFiniteError", "Section", "StepResult",
+        "Stopped", "Strategy", "StrategyConfig", "UnitrainError", "UsageError", "dump_yaml", "init",
+        "parse_command_line", "spawn",
     ]  # fmt: skip
     assert dir(unitrain) == unitrain.__all__
     assert unitrain.__version__ == version("unitrain")  # type: ignore[attr-defined]
@@ -50,7 +51,7 @@ def test_public_names_are_these() -> None:
 
 def test_a_strategy_has_few_names() -> None:
     with unitrain.init(device="cpu") as strategy:
-        assert len([name for name in dir(strategy) if not name.startswith("_")]) <= 39
+        assert len([name for name in dir(strategy) if not name.startswith("_")]) <= 40
 
 
 def test_a_communicator_and_a_backend_have_few_names() -> None:
@@ -58,9 +59,9 @@ def test_a_communicator_and_a_backend_have_few_names() -> None:
         public = {name for name in dir(strategy.communicator) if not name.startswith("_")}
         assert public - {"collectives", "sharding"} == {
             "all_gather", "all_gather_data", "all_gather_object", "all_reduce", "barrier", "broadcast",
-            "broadcast_data", "broadcast_object", "device", "is_main", "on_main", "rank", "warn", "world_size",
+            "broadcast_data", "broadcast_object", "device", "is_main", "on_main", "part", "rank", "warn", "world_size",
         }  # fmt: skip
-        assert len([name for name in dir(strategy._backend) if not name.startswith("_")]) <= 34
+        assert len([name for name in dir(strategy._backend) if not name.startswith("_")]) <= 36
 
 
 def test_every_error_is_public_and_in_the_drawing() -> None:

@@ -77,6 +77,14 @@ def memory(found: dict[str, Any]) -> None:
 
 
 @check
+def divided_samples(found: dict[str, Any]) -> None:
+    for case in found["cases"]:
+        one, two = case["ways"]["one rank"], case["ways"]["two ranks"]
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert two["mb"] < one["mb"]
+
+
+@check
 def restarts(found: dict[str, Any]) -> None:
     assert found["left_out"] is None or os.geteuid() != 0
     for case in found["cases"]:

@@ -216,9 +216,10 @@ class _Rank:
             yield f"{_fixed()} instead of {self._fixed}"
         if torch._dynamo.utils.counters:
             yield "what torch has compiled"
-        if "HOROVOD_FUSION_THRESHOLD" in os.environ:
-            # Beside a new process, which has another one, a rank would fuse other tensors, and gloo abort it.
-            yield "a fusion threshold, which Horovod keeps when it is initialised again"
+        for name in ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_DYNAMIC_PROCESS_SETS"):
+            # Beside a new process, which has another one, a rank would communicate otherwise, and gloo abort it.
+            if name in os.environ:
+                yield f"{name}, which Horovod keeps when it is initialised again"
 
     def _put_back(self) -> None:
         # A store has the address of one job.

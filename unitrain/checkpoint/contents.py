@@ -46,6 +46,7 @@ class RunPart(ObjectPart):
 
     Attributes:
         communicator: the communicator of this process.
+        readers: the ranks that draw different random numbers.
         step: counts the steps.
         states: small states by name.
         names: returns the names of the parameters of each optimizer.
@@ -56,6 +57,7 @@ class RunPart(ObjectPart):
 
     name = RUN
     communicator: Communicator
+    readers: Communicator
     step: TrainingStep
     states: States
     names: Callable[[], dict[str, list[Name] | None]]
@@ -78,7 +80,7 @@ class RunPart(ObjectPart):
                 _warn_of_unknown(name)
         self._reported = set(self.states.waiting)
         # As bytes: of thousands of ranks, no rank needs the states of the others, and one tensor is saved.
-        data, ranks = plain_data.encode(state), self.communicator.collectives
+        data, ranks = plain_data.encode(state), self.readers.collectives
         sizes = ranks.all_gather(torch.tensor(len(data), device=ranks.device)).tolist()
         return {
             "steps": self.step.global_step,
@@ -90,12 +92,12 @@ class RunPart(ObjectPart):
 
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
-        state, rank = saved.receive(), self.communicator.rank
+        state, rank = saved.receive(), self.readers.rank
         sizes = state["random"]["sizes"]
         self.step.global_step = state["steps"]
         self.states.load(state.get("features", {}))
         # Of another number of ranks, no generator is this rank's: two ranks could draw the same numbers.
-        if len(sizes) == self.communicator.world_size:
+        if len(sizes) == self.readers.world_size:
             rng.restore(plain_data.decode(torch.split(state["random"]["states"], sizes)[rank]))
         else:
             seed_rank(self.seed, state["steps"], rank)
@@ -131,7 +133,8 @@ class Contents:
         restored: Callable[[], None],
     ) -> None:
         self._sockets = sockets
-        self._run = RunPart(sockets.communicator, step, sockets.states, dict, {}, sockets.config.seed, restored)
+        ranks = sockets.communicator, sockets.readers
+        self._run = RunPart(*ranks, step, sockets.states, dict, {}, sockets.config.seed, restored)
         self.replace(objects)
 
     def replace(self, objects: Mapping[str, Any]) -> None:

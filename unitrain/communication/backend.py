@@ -119,6 +119,10 @@ class Backend(ABC):
         """
         return False
 
+    @classmethod
+    def allow_parts(cls) -> None:
+        """Prepare for calls of ``part``. Called before the start."""
+
     @property
     def authenticated(self) -> bool:
         """Whether only processes that the launcher has started can take part in the collectives, as with MPI."""
@@ -164,6 +168,22 @@ class Backend(ABC):
         Args:
             failed: whether this process ends because of an error. Other ranks may be gone: do not wait for them.
         """
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Backend:
+        """Return a backend that communicates among the ranks of this rank's group, numbered from 0. Collective.
+
+        It has the three collectives, and ends with this backend.
+
+        Args:
+            groups: two or more, disjoint, each in ascending order. Together they have all ranks.
+
+        Raises:
+            ConfigError: this backend communicates among all ranks only.
+        """
+        raise ConfigError(
+            f"backend {self.name!r} communicates among all ranks only, and not in groups, which these settings need: "
+            "use ddp, fsdp or horovod."
+        )
 
     def watch_hosts(self, changed: Callable[[], None]) -> None:
         """Have a function called, in any thread and on any rank, when the launcher has other hosts for the job.

@@ -44,6 +44,7 @@ class Collectives:
         pulse: records which collective this process is waiting in.
         compares: whether ranks compare their calls before they make them (``debug``); False in a world of one.
         closed: whether communication has ended.
+        whole: the collectives of all ranks, if these are of some of them: they are refused and closed together.
         all_reduce_async: the backend's ``all_reduce``: in place, without a wait, a record or an explanation of errors.
         all_gather_async: the backend's ``all_gather``, likewise.
         broadcast_async: the backend's ``broadcast``, likewise.
@@ -61,6 +62,7 @@ class Collectives:
         self.broadcast_async: Callable[[Tensor, int, str], Wait] = backend.broadcast
         self._backend = backend
         self._peers = peers
+        self.whole: Collectives | None = None
         self._refusal = ""
 
     def mark_calls(self, mark: Mark | None) -> None:
@@ -141,10 +143,11 @@ class Collectives:
         ``how`` has its other arguments, which must be the same on all ranks.
         """
         # Before the library gets the call: after its end it may hang.
-        if self.closed:
+        whole = self.whole or self
+        if whole.closed:
             raise UsageError(f"{verb} was called after strategy.close(), which ends communication: call it before.")
-        if self._refusal:
-            raise UsageError(f"{verb} was called {self._refusal}")
+        if whole._refusal:
+            raise UsageError(f"{verb} was called {whole._refusal}")
         with self.pulse.within(verb):
             if self.compares:
                 form = "" if tensor is None else f" of {str(tensor.dtype)[6:]}{list(tensor.shape)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -52,6 +52,22 @@ class Communicator:
         self.collectives: Collectives = Collectives(backend, peers=peers, compares=compares)
         self.sharding: Sharding = backend.sharding
         self._objects = ObjectTransport(self.collectives, key)
+        self._made_of = backend, peers, key
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Return a communicator of the ranks of this rank's group, numbered from 0. Collective.
+
+        Groups don't wait for each other. With one group, it is this communicator.
+
+        Args:
+            groups: disjoint, each in ascending order. Together they have all ranks of the job.
+        """
+        if len(groups) == 1:
+            return self
+        backend, peers, key = self._made_of
+        part = Communicator(backend.part(groups), peers=peers, key=key)
+        part.collectives.whole = self.collectives
+        return part
 
     def warn(self, message: str) -> None:
         """Issue a UserWarning on rank 0 that shows the line of the script that is being run. Not collective."""

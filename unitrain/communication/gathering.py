@@ -66,7 +66,7 @@ class Gathering:
         """See ``Strategy.all_gather`` with ``differentiable``."""
         check_same_form(self._communicator.collectives, tensor)
         row = _in_rows(tensor.unsqueeze(0), has_rows=True, differentiable=True)
-        return self._rows(row, [1] * self._communicator.world_size)
+        return differentiable_rows(self._communicator, row, [1] * self._communicator.world_size)
 
     def _gather(self, leaves: list[Any], form: str, misfit: tuple[int, int]) -> list[Any]:
         """Return the rows of all ranks for each leaf.
@@ -88,7 +88,7 @@ class Gathering:
                 "in the loop over it, pass a row for each sample of its last batch, and after it, of all batches."
             )
         if len(set(digests)) == 1 and min(rows) >= 0:
-            return [self._rows(leaf, rows) for leaf in leaves]
+            return [differentiable_rows(ranks, leaf, rows) for leaf in leaves]
         shapes = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         descriptions = ranks.all_gather_object([form, *shapes])
         forms = [form for form, *_ in descriptions]
@@ -98,16 +98,18 @@ class Gathering:
                 f"{by_rank(enumerate(forms))}."
             )
         return [
-            self._rows(leaf, [shape[0] for shape in given])
+            differentiable_rows(ranks, leaf, [shape[0] for shape in given])
             if isinstance(leaf, Tensor)
             else refilled(leaf, [row for rows in given for row in rows])
             for leaf, *given in zip(leaves, *(shapes for _, *shapes in descriptions), strict=True)
         ]
 
-    def _rows(self, leaf: Tensor, counts: Sequence[int]) -> Tensor:
-        if leaf.requires_grad and torch.is_grad_enabled():
-            return cast(Tensor, _Rows.apply(leaf, counts, self._communicator))
-        return gather_rows(self._communicator, leaf, counts)
+
+def differentiable_rows(communicator: Communicator, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the rows of all ranks' tensors, as ``gather_rows``, with a gradient if this rank's rows have one."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return cast(Tensor, _Rows.apply(tensor, counts, communicator))
+    return gather_rows(communicator, tensor, counts)
 
 
 def gather_rows(communicator: Communicator, tensor: Tensor, counts: Sequence[int]) -> Tensor:

@@ -70,7 +70,8 @@ class Loader:
         # Refused here, before any rank reads data: a mistake is then the same on all of them.
         given = LoaderSettings.of(dataset, options)
         self.dataset: Any = given.dataset
-        plan = given.plan(communicator.rank, communicator.world_size, loop.shares, config.accumulate)
+        readers = loop.readers
+        plan = given.plan(readers.rank, readers.world_size, loop.shares, config.accumulate)
         self.global_batch_size: int | None = plan.global_batch
         self._communicator = communicator
         self._loop = loop
@@ -87,7 +88,7 @@ class Loader:
         self._made_at = call_site.current()
         self._trial = communicator.collectives.pulse.trial
         self.epoch = 0
-        self._source: Iterable | MapStyle = make_source(communicator, config, local_world_size, given, plan)
+        self._source: Iterable | MapStyle = make_source(readers, config, local_world_size, given, plan)
 
     def __len__(self) -> int:
         """Return the number of batches (micro-batches) in an epoch, the same on every rank.
@@ -144,7 +145,7 @@ class Loader:
                 f"the order of a {type(self.dataset).__name__} over the ranks is not known, in shards, or after a loop "
                 "with batching=: let it yield an index with each sample, gather that as well, and sort by it."
             )
-        last, part = iteration.micro_batch, part_of(self._communicator.rank, self._loop.shares)
+        last, part = iteration.micro_batch, part_of(self._loop.readers.rank, self._loop.shares)
         if last is None:  # resumed at the end of an epoch
             return torch.empty(0, dtype=torch.int64)
         read = self._source.read(last.stop) if iteration.is_over else [last]

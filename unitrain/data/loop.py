@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch.optim import optimizer as torch_optimizer
 
+from unitrain.communication.communicator import Communicator
 from unitrain.data.order.sharding import MicroBatch
 
 Batches = Iterator[tuple[MicroBatch, Any]]
@@ -85,8 +86,12 @@ class LoopListener(Protocol):
     epoch_asked: bool
 
     @property
+    def readers(self) -> Communicator:
+        """The communicator of the ranks that read different batches."""
+
+    @property
     def shares(self) -> tuple[int, ...]:
-        """Each rank's share of a micro-batch, in lowest terms."""
+        """The share of each of them in a micro-batch, in lowest terms."""
 
     def is_training(self) -> bool:
         """Return whether batches are used for training, and not for an evaluation."""

@@ -27,6 +27,7 @@ class StrategySettings(TypedDict, total=False):
     exact_randomness: bool
     deterministic: bool
     accumulate: int
+    ranks_per_batch: int
     shares: tuple[int, ...] | None
     clip_norm: float | None
     clip_value: float | None

@@ -18,15 +18,18 @@ class Meter:
 
     Adding costs no communication, and no synchronisation with a GPU. Reading (``value``, ``sum``, ``count``) reduces
     both over the ranks in one call, which is collective: call it on every rank, or none. Values that are added for a
-    stand-in, the batch of a rank without samples, are ignored.
+    stand-in, the batch of a rank without samples, are ignored. Ranks that share batches (``Strategy.batch_group``) add
+    values of the same samples, or means over parts of them: sums and counts are divided by their number.
 
     Args:
         communicator: sums over the ranks.
+        copies: number of ranks that have the same samples.
         current_batch: tells whether the batch that the script works on is a stand-in.
     """
 
-    def __init__(self, communicator: Communicator, current_batch: CurrentBatch) -> None:
+    def __init__(self, communicator: Communicator, copies: int, current_batch: CurrentBatch) -> None:
         self._communicator = communicator
+        self._copies = copies
         self._current_batch = current_batch
         # In float64, so that a sum over millions of samples keeps the digits of each. It follows its first value to the
         # device, and starts on the CPU: a meter that is only given floats never touches the GPU.
@@ -88,7 +91,8 @@ class Meter:
 
     def _reduced(self) -> Tensor:
         """Return the sum and the count over all ranks, as a vector of two. Collective."""
-        return self._communicator.all_reduce(torch.stack([self._total, torch.full_like(self._total, self._count)]))
+        sums = torch.stack([self._total, torch.full_like(self._total, self._count)])
+        return self._communicator.all_reduce(sums) / self._copies
 
     def value(self) -> float:
         """Return the mean over all samples of all ranks, or NaN without samples. Collective."""

@@ -232,15 +232,19 @@ def stateful() -> dict[str, Any]:
     }
 
 
-def evaluate(folder: str, backend: str, first: int, last: int) -> dict[str, Any]:
-    """Go on to evaluate rows from where the checkpoint was saved, save, and return all metrics."""
-    with unitrain.init(backend=backend, device="cpu") as strategy:
+def evaluate(folder: str, backend: str, first: int, last: int, size: int = 1) -> dict[str, Any]:
+    """Go on to evaluate rows from where the checkpoint was saved, save, and return all metrics.
+
+    ``size`` ranks evaluate the same rows.
+    """
+    with unitrain.init(backend=backend, device="cpu", ranks_per_batch=size) as strategy:
         used = stateful()
         for metric in (used["accuracy"], used["auroc"], used["range"], *used["collection"].values()):
             synchronise_metric(metric, strategy)
         checkpoint = strategy.checkpoint(folder, **used)
         assert checkpoint.resume() == (first > 0)
-        mine = torch.tensor([row for row in range(first, last) if row % strategy.world_size == strategy.rank])
+        readers, reader = strategy.world_size // size, strategy.rank // size
+        mine = torch.tensor([row for row in range(first, last) if row % readers == reader])
         predictions, labels = rows(ROWS)
         for part in torch.split(mine, 4):
             for metric in used.values():
@@ -253,15 +257,15 @@ def evaluate(folder: str, backend: str, first: int, last: int) -> dict[str, Any]
 @pytest.mark.parametrize(
     "worlds",
     [
-        [("ddp", 3), ("ddp", 2), ("single", 1), ("ddp", 2)],
-        pytest.param([("horovod", 2), ("ddp", 3)], marks=HOROVOD),
+        [("ddp", 3, 1), ("ddp", 2, 1), ("single", 1, 1), ("ddp", 2, 2), ("ddp", 2, 1)],
+        pytest.param([("horovod", 2, 1), ("ddp", 3, 1)], marks=HOROVOD),
     ],
     ids=["ddp", "horovod"],
 )
-def test_metrics_go_on_where_they_were_saved(tmp_path: Path, worlds: list[tuple[str, int]]) -> None:
+def test_metrics_go_on_where_they_were_saved(tmp_path: Path, worlds: list[tuple[str, int, int]]) -> None:
     ends = [ROWS * (i + 1) // len(worlds) for i in range(len(worlds))]
-    for (backend, world), first, last in zip(worlds, [0, *ends], ends, strict=False):
-        found = run_ranks(evaluate, str(tmp_path / "run"), backend, first, last, nprocs=world)
+    for (backend, world, size), first, last in zip(worlds, [0, *ends], ends, strict=False):
+        found = run_ranks(evaluate, str(tmp_path / "run"), backend, first, last, size, nprocs=world)
     expected = evaluate(str(tmp_path / "whole"), "single", 0, ROWS)
     torch.testing.assert_close(found, [expected] * len(found), rtol=0, atol=1e-6)
 

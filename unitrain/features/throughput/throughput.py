@@ -57,6 +57,7 @@ class Throughput(Feature):
     def plug_in(self, sockets: Sockets) -> None:
         """Begin to measure."""
         self._communicator = sockets.communicator
+        self._copies = sockets.batch_group.size  # of each sample
         of_backend = sockets.backend.devices
         self._peak *= len(of_backend) * self._communicator.world_size
         # The script may have put layers of its models on other GPUs than the backend's.
@@ -90,6 +91,7 @@ class Throughput(Feature):
         self._read = totals
         ranks = self._communicator.all_gather(torch.tensor([*since, self._peak_memory()], dtype=torch.float64))
         samples, seconds, memory = ranks[:, 0].sum().item(), ranks[:, 1].max().item(), ranks[:, 4].max().item()
+        samples /= self._copies
         _, mean_seconds, data, step, _ = ranks.mean(0).tolist()
         # Within its steps, a rank also waits for the others.
         outside = ranks[:, 1] - ranks[:, 3]

@@ -26,7 +26,7 @@ class MetricsOfRun(Feature):
 
     def plug_in(self, sockets: Sockets) -> None:
         """Add the part to the checkpoints of the run, and begin to check."""
-        sockets.parts.append(partial(MetricStates.of, sockets.communicator))
+        sockets.parts.append(lambda objects: MetricStates.of(sockets.readers, objects))
         if sockets.communicator.world_size > 1:
             sockets.hooks.add_hook(self)
             self.at_evaluation()

@@ -62,7 +62,7 @@ class _Synchronisation(Feature):
 
     def plug_in(self, sockets: Sockets) -> None:
         """Give the metrics the communicator, and the batch that the script works on."""
-        communicator, current_batch = sockets.communicator, sockets.batches.current_batch
+        communicator, current_batch = sockets.readers, sockets.batches.current_batch
 
         def synchronise_states(self: Any, dist_sync_fn: object = None, process_group: object = None) -> None:
             for name, state in _synchronised(self, communicator).items():

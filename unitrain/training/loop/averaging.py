@@ -113,6 +113,7 @@ class GradientAveraging(Averaging):
 
     Attributes:
         armed: whether the next backward communicates.
+        copies: warns of ranks that train on the same data.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class GradientAveraging(Averaging):
         self._known: set[tuple[Window, ...]] = set()  # windows that have shared a backward
         self._latest: list[Window] = []
         self._shares = False  # whether optimizers share parameters
-        self._copies = CopyCheck(communicator)
+        self.copies: CopyCheck = CopyCheck(communicator)
         self._progress: dict[ref[Optimizer], _Progress] = {}  # the same number on all ranks
         self.armed: bool = True
         self._left_to_script = False
@@ -283,8 +284,8 @@ class GradientAveraging(Averaging):
             several = f" of {len(losses.each)} losses" if len(losses.each) > 1 else ""
             names = " and ".join(window.name for window in windows)
             self._collectives.compare_calls(f"backward{several} for {names}")
-        if self._copies.pending and windows[0].micro_batch is None:  # a loader shards, so there is nothing to check
-            self._copies.compare(torch.stack([loss.detach() for loss in losses.each]))
+        if self.copies.pending and windows[0].micro_batch is None:  # a loader shards, so there is nothing to check
+            self.copies.compare(torch.stack([loss.detach() for loss in losses.each]))
 
     def _enter(self, window: Window, windows: list[Window], last: bool) -> None:
         """Prepare for another backward in a window."""

@@ -42,7 +42,7 @@ class CopyCheck:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._checks_left = _LOSSES
-        self.pending: bool = True
+        self.pending: bool = communicator.world_size > 1
 
     def compare(self, loss: Tensor) -> None:
         """Compare one loss, and before the first the datasets of torch's DataLoaders. Collective.

@@ -8,6 +8,7 @@ from weakref import ref
 
 import torch
 
+from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import Batches, Iteration, optimizer_steps
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
@@ -28,6 +29,8 @@ class TrainingLoop:
         shards: whether parameters are sharded.
 
     Attributes:
+        readers: the ranks that read different batches.
+        shares: how these share the samples of a micro-batch.
         evaluating: whether an evaluation is in progress.
         epoch_asked: whether the script has asked a loader for its epoch.
     """
@@ -47,7 +50,10 @@ class TrainingLoop:
         # By the line that made a loader, and the order: which loader has trained last, which models and optimizers,
         # and until which step of all optimizers.
         self._orders: dict[tuple[str, tuple[int, int] | None], tuple[object, list[ref[Any]], int]] = {}
-        self.shares: tuple[int, ...] = prepared.shares
+        self.readers: Communicator = step.readers
+        self.shares: tuple[int, ...] = prepared.shares[
+            : self.readers.world_size
+        ]  # equal, if ranks read the same batches
         self.evaluating: bool = False
         self.epoch_asked: bool = False
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from unitrain.communication.backend import Backend
+from unitrain.communication.batch_group import BatchGroup
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.job.watch.stopping import Stopping
 from unitrain.training.hooks import Hooks
 from unitrain.training.loop.averaging import Averaging, GradientAveraging, Replicas
 from unitrain.training.loop.batches import OpenBatches
+from unitrain.training.loop.checks import CopyCheck
 from unitrain.training.loop.judge import Verdict
 from unitrain.training.models.passes import ModulePass
 from unitrain.training.models.prepared import PreparedModules
@@ -36,7 +39,7 @@ class WayBack(Protocol):
 
 @dataclass(eq=False)
 class Sockets:
-    """The parts of a run that a feature may use (the first six), and those that it plugs into.
+    """The parts of a run that a feature may use (the first eight), and those that it plugs into.
 
     Attributes:
         communicator: of this process.
@@ -45,6 +48,8 @@ class Sockets:
         config: the settings.
         stopping: does what a feature requests on all ranks at the same boundary (``add_action``, ``request``).
         batches: the batches that loaders have yielded.
+        readers: the ranks that read different batches; all of them, unless ``share_batches`` was called.
+        batch_group: the ranks that have the batches of this rank.
         hooks: what happens around the steps.
         passes: what ``prepare`` changes of modules.
         averaging: how gradients are averaged. A feature of the settings may replace it; ``strategy.add`` refuses that.
@@ -73,6 +78,19 @@ class Sockets:
     goes_back: int = 0
 
     def __post_init__(self) -> None:
+        self.readers: Communicator = self.communicator
+        self.batch_group: BatchGroup = BatchGroup()
         # A single process keeps the default, whose methods do nothing.
         if self.communicator.world_size > 1:
             self.averaging = GradientAveraging(self.communicator, self.backend, self.config, self.passes)
+
+    def share_batches(self, groups: Sequence[Sequence[int]]) -> None:
+        """Have the ranks of each group read the same batches. Collective; for features of the settings.
+
+        Args:
+            groups: of the same size, in the order in which they read, as in ``Communicator.part``.
+        """
+        self.batch_group = BatchGroup(self.communicator.part(groups))
+        self.readers = self.communicator.part([*zip(*groups, strict=True)])
+        if isinstance(self.averaging, GradientAveraging):
+            self.averaging.copies = CopyCheck(self.readers)

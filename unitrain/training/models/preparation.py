@@ -42,6 +42,7 @@ class Preparation:
         forget_dropped: forgets the modules and optimizers that the script has dropped; collective.
         config: the settings.
         wraps: whether the backend wraps modules: it averages their gradients, or there is one process.
+        reader: number of this rank among those that have different batches.
         ranks_differ: whether the ranks draw different random numbers by now.
     """
 
@@ -54,6 +55,7 @@ class Preparation:
     forget_dropped: Callable[[], None]
     config: StrategyConfig
     wraps: bool
+    reader: int
     ranks_differ: bool = False
 
     def prepare(self, objects: Sequence[Any], initialise: Initialise = False) -> tuple[Any, ...]:
@@ -88,9 +90,10 @@ class Preparation:
                 self._optimizer(item)
         if not self.ranks_differ:
             self.ranks_differ = True
-            # From here on, random numbers (dropout) differ between ranks; rank 0 draws as a single process does.
-            if self.communicator.rank > 0:
-                seed_rank(self.config.seed, self.communicator.rank)
+            # From here on, random numbers (dropout) differ between ranks that have different batches; rank 0 draws as a
+            # single process does.
+            if self.reader > 0:
+                seed_rank(self.config.seed, self.reader)
         return tuple(done)
 
     def keep_random_states(self) -> None:

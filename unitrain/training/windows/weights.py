@@ -144,15 +144,17 @@ class Weights:
 
     Args:
         communicator: sums weights over the ranks.
+        readers: number of ranks that have different samples.
         accumulate: number of micro-batches in a window without a loader.
         unit: the divisor of gradients in the ``Averaging``.
     """
 
-    def __init__(self, communicator: Communicator, accumulate: int, unit: int) -> None:
+    def __init__(self, communicator: Communicator, readers: int, accumulate: int, unit: int) -> None:
         self._communicator = communicator
         self._device = precise(communicator.device)  # that has float64, in which numbers of tokens add up exactly
         self._accumulate = accumulate
         self._unit = unit
+        self._of_sample = unit * readers / communicator.world_size  # several ranks may have a part of it
         # Without a loader, all batches are taken to have one size, so each has the same weight.
         self._uncounted = unit / (communicator.world_size * accumulate)
 
@@ -168,7 +170,7 @@ class Weights:
             vector, or None; and, without weights, the share of this rank's loss in the mean of its window.
         """
         if not losses.weights:
-            share = self._uncounted if micro_batch is None else micro_batch.count * self._unit / micro_batch.window
+            share = self._uncounted if micro_batch is None else micro_batch.count * self._of_sample / micro_batch.window
             return losses, None, share
         if micro_batch is not None and not micro_batch.count:
             losses = losses.of_stand_in()
