@@ -1,4 +1,4 @@
-"""Memory of a rank: a model, its gradients and its optimizer, with and without shards; and what ``resume`` adds.
+"""Memory of a rank: a model, with and without shards; what ``resume`` adds; a sample, whole and divided over two ranks.
 
     python benchmarks/memory.py
 
@@ -10,6 +10,10 @@ Weights, gradients and Adam's state are four times the weights: W. With fsdp, a 
 the largest unit; ``prepare`` a rank's share of the weights and the largest unit beyond the model that the script has
 built, of which nothing is there if it was built under ``torch.device("meta")`` (then, the largest tensor counts, too).
 ``resume`` may take 64 MB beyond the state that it leaves.
+
+The sample is a text for the recipes' transformer of 4 blocks and width 256. *One rank* is a loop by hand on rank 0,
+while rank 1 waits. *Two ranks* is UniTrain with ``ranks_per_batch: 2``. Processes have one thread. Memory is the peak
+of all tensors that a step makes, on the rank with the most: activations, gradients, what is gathered, and buffers.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import unitrain
 from shared.live_tensors import LiveTensors
-from shared.processes import World, in_processes, startable, world_name
+from shared.processes import GLOO, HOROVOD_MPI, World, in_processes, startable, world_name
 from shared.report import Found, run, table
+from shared.rounds import alternate, compared, shown_ratio
 from shared.workloads import transformer
 
 MB = 2**20
@@ -44,6 +50,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "horovod, shard_optimizer": ("mpirun", {"backend": "horovod", "shard_optimizer": True}),
 }
 METERS = ("tensors", "resident")
+ONE, TWO = "one rank", "two ranks"
+# Tokens of a text, and the layers and width of the model.
+TOKENS, SHORT_TOKENS, LAYERS, WIDTH, SHORT_WIDTH = (1024, 4096), (256,), 4, 256, 64
+ROUNDS, SHORT_ROUNDS = 5, 2
 
 Measured = tuple[float, float]
 """The peak of a call, and what it leaves, in MB more than before."""
@@ -136,6 +146,40 @@ def warm_up(strategy: unitrain.Strategy, on_meta: bool) -> None:
     steps()
 
 
+def divide(tokens: int, width: int, rounds: int) -> Found | None:
+    """Measure a step on one text in each way, in this process's world."""
+    with unitrain.init(device="cpu", ranks_per_batch=2) as strategy:
+        torch.set_num_threads(1)
+        task = transformer(0, LAYERS, width, 1, tokens)
+        plain, plain_optimizer = task.make()
+        model, optimizer = strategy.prepare(*task.make())
+        group = strategy.batch_group
+        targets = group.part(task.targets, 1)
+
+        def on_one() -> Tensor | None:
+            if not strategy.is_main:
+                return None
+            loss = task.loss(plain(task.inputs))
+            loss.backward()  # type: ignore[no-untyped-call]
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+            return loss.detach()
+
+        def on_two() -> Tensor:
+            loss = F.cross_entropy(model(task.inputs, group).flatten(0, 1), targets.flatten())
+            strategy.step(loss, optimizer, weight=targets.numel())
+            return loss.detach()
+
+        found: Found = {**compared(alternate({ONE: on_one, TWO: on_two}, rounds, before=strategy.barrier), ONE)}
+        found[ONE]["mb"] = tensors(on_one)[0]
+        found[TWO]["mb"] = max(strategy.communicator.all_gather_object(tensors(on_two)[0]))
+        alone, divided = on_one(), strategy.mean(on_two(), 1)  # after equally many steps
+        if alone is None:
+            return None
+        found[ONE]["loss"], found[TWO]["loss"] = float(alone), float(divided)
+        return found
+
+
 def shape(size: tuple[int, int, int, int]) -> dict[str, float]:
     """Return the bytes of the weights, of the largest unit and of the largest tensor, in MB."""
     model, _ = transformer(0, *size).make()
@@ -162,7 +206,13 @@ def measure(short: bool) -> Found:
                 if meter == "resident":
                     found[meter].update(in_processes(world, resume, **how))
         cases.append({"way": way, "world": world, **found})
-    return {**shape(size), "cases": cases}
+    size_of: dict[str, Any] = {"width": SHORT_WIDTH if short else WIDTH, "rounds": SHORT_ROUNDS if short else ROUNDS}
+    divided = [
+        {"world": world, "tokens": tokens, "ways": in_processes(world, divide, tokens=tokens, **size_of)}
+        for world in startable(GLOO, HOROVOD_MPI)
+        for tokens in (SHORT_TOKENS if short else TOKENS)
+    ]
+    return {**shape(size), "cases": cases, "divided": divided}
 
 
 def ways(short: bool) -> Iterator[tuple[str, World, dict[str, Any]]]:
@@ -189,8 +239,18 @@ def tables(found: Found) -> str:
     return (
         f"{table(head, rows)}\nMB on the rank with the most, tensors / resident; *of* what is allowed: {kept}. "
         f"Resident only: resume. Weights: {found['weights']:.0f} MB; largest unit {found['unit']:.1f} MB; largest "
-        f"tensor {found['tensor']:.1f} MB."
+        f"tensor {found['tensor']:.1f} MB.\n\n{divided_table(found['divided'])}"
     )
+
+
+def divided_table(cases: list[Found]) -> str:
+    rows = []
+    for case in cases:
+        one, two = case["ways"][ONE], case["ways"][TWO]
+        memory = f"{one['mb']:.0f}", f"{two['mb']:.0f} ({two['mb'] / one['mb']:.2f})"
+        rows.append([world_name(case["world"]), case["tokens"], f"{one['seconds']:.2f}", shown_ratio(two), *memory])
+    head = ["world", "tokens of a text", f"{ONE}, s", f"{TWO}: ratio", f"{ONE}, MB", f"each of {TWO}, MB (ratio)"]
+    return table(head, rows)
 
 
 def allowed(found: Found, case: Found) -> dict[str, float]:

@@ -499,8 +499,7 @@ class Strategy:
         Raises:
             UsageError: their shapes or dtypes differ; on all ranks.
         """
-        ranks = self._communicator
-        return Gathering(ranks).all_gather(tensor) if differentiable else ranks.all_gather(tensor)
+        return (Gathering(self._communicator) if differentiable else self._communicator).all_gather(tensor)
 
     def gather(self, value: T, *, differentiable: bool = False, in_order: Loader | None = None) -> T:
         """Return the rows of all ranks, though ranks may have different numbers of rows. Collective.

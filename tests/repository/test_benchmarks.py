@@ -74,11 +74,7 @@ def memory(found: dict[str, Any]) -> None:
     assert fsdp["prepared"] < 0.6 * ddp["prepared"]
     assert fsdp["stepped"] < 0.6 * ddp["stepped"]
     assert fsdp["step"] < 1.1 * 4 * found["weights"] / 2 + found["unit"]
-
-
-@check
-def divided_samples(found: dict[str, Any]) -> None:
-    for case in found["cases"]:
+    for case in found["divided"]:
         one, two = case["ways"]["one rank"], case["ways"]["two ranks"]
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["mb"] < one["mb"]
