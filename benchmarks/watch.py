@@ -9,6 +9,7 @@ compare the ranks once and to save 10 checkpoints of 100 MB.
 For large jobs, rank 0's store and hub are real; the other ranks are connections of other processes, with a thread for
 each rank, that run the code of the ranks. The CPU time of rank 0's process and the bytes that it receives and sends are
 measured: while the ranks meet at the store, connect to the hub, watch each other, and end after one of them has died.
+``shared/large_jobs.py`` measures the rest of what such jobs cost, without connections.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch.distributed import PrefixStore
 
 import unitrain
+from shared.large_jobs import measure_pieces, pieces_table
 from shared.members import (
     HEARTBEAT_TIMEOUT_S,
     TIMEOUT_S,
@@ -190,6 +192,7 @@ def measure(short: bool) -> Found:
             }
             for ranks in jobs(short)
         ],
+        "pieces": measure_pieces(short),
     }
 
 
@@ -227,7 +230,7 @@ def tables(found: Found) -> str:
     ]
     stages = found["jobs"][0]["stages"] if found["jobs"] else []
     named = ["ranks", "s between heartbeats", "hub, of a core", *ENDPOINT, *stages, "s until all are told"]
-    return "\n".join([table(head, rows), table(named, large)])
+    return "\n".join([table(head, rows), table(named, large), pieces_table(found["pieces"])])
 
 
 if __name__ == "__main__":

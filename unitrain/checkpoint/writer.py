@@ -220,8 +220,11 @@ def snapshot(state: Any, memory: Memory | None = None) -> Any:
     with torch.no_grad():
         result = _copied(state, copied)
         # Only now, since the copies displace all that the lines above use from the processor's cache.
-        if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=bool(gpus))
+        if sources and all(source.is_cpu for source in sources):
+            torch._foreach_copy_(targets, sources)
+        else:  # not every device can
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=bool(gpus))
     for device in gpus:
         streams_of(device).current_stream(device).synchronize()
     return result

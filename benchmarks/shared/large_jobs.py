@@ -1,11 +1,9 @@
 """What large jobs cost, piece by piece: by the number of ranks, of tensors, of pieces in a checkpoint, and of samples.
 
-    python benchmarks/scale.py
-
 One process is a rank of a job. All ranks send what it sends, so the network costs nothing, and what is measured is all
 that a rank does with it: the CPU time and the increase of peak memory, of each case in a process of its own, and the
 bytes that the rank receives or reads. The growth is the exponent by which costs grow with the size, beside a constant;
-the last column follows from it. ``watch.py`` measures rank 0's connections.
+the last column follows from it.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from loading import batches
 from torch import Tensor
 
 from shared.members import HEARTBEAT_TIMEOUT_S, TIMEOUT_S, members
-from shared.report import Found, run, table
+from shared.report import Found, table
 from shared.workloads import OnlyParameters
 from unitrain.checkpoint.contents import RunPart
 from unitrain.checkpoint.names import names_of
@@ -259,7 +257,8 @@ def _measure(case: Case, size: int, parent: Any) -> None:
     parent.send({"size": size, "cpu_s": seconds, "peak_mb": peak / 1024, "bytes": sum(received)})
 
 
-def measure(short: bool) -> Found:
+def measure_pieces(short: bool) -> list[Found]:
+    """Measure all cases at three sizes each, which are smaller in a short run."""
     torch.set_num_threads(1)
     rows = []
     for case in CASES:
@@ -268,7 +267,7 @@ def measure(short: bool) -> Found:
         growth, seconds = extrapolated([(one["size"], one["cpu_s"]) for one in found], largest)
         last = {"size": largest, "cpu_s": seconds}
         rows.append({"what": case.what, "unit": case.unit, "found": found, "growth": growth, "last": last})
-    return {"cases": rows}
+    return rows
 
 
 def extrapolated(points: list[tuple[int, float]], size: int) -> tuple[float, float]:
@@ -279,9 +278,10 @@ def extrapolated(points: list[tuple[int, float]], size: int) -> tuple[float, flo
     return growth, third + factor * (size**growth - largest**growth)
 
 
-def tables(found: Found) -> str:
+def pieces_table(cases: list[Found]) -> str:
+    """Return a table of what ``measure_pieces`` has returned."""
     rows = []
-    for case in found["cases"]:
+    for case in cases:
         last, further = case["found"][-1], case["last"]
         rows.append(
             [
@@ -298,7 +298,3 @@ def tables(found: Found) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.0e}" if value > 10**6 else f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-
-
-if __name__ == "__main__":
-    run(measure, tables)
