@@ -246,6 +246,16 @@ class ProcessGroupBackend(Backend):
         self._parts.append(part)
         return part
 
+    def twin(self) -> Backend:
+        """Make another process group of these ranks. Collective among them."""
+        twin = copy.copy(self)
+        ranks = dist.get_process_group_ranks(self._group)
+        group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        twin._group = group
+        self._parts.append(twin)
+        return twin
+
 
 def _serves(library: str | None, kind: str) -> bool:
     """Return whether torch has a communication library for a type of device."""

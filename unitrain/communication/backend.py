@@ -187,6 +187,13 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
+    def twin(self) -> Backend:
+        """Return a backend of the same ranks that orders its calls without regard to those of this one. Collective.
+
+        A library that matches calls by name needs no other one.
+        """
+        return self
+
     def watch_hosts(self, changed: Callable[[], None]) -> None:
         """Have a function called, in any thread and on any rank, when the launcher has other hosts for the job.
 

@@ -55,6 +55,7 @@ class Communicator:
         self._part: Callable[[Sequence[Sequence[int]]], Communicator] = lambda groups: Communicator(
             backend.part(groups), peers=peers, key=key
         )
+        self._twin: Callable[[], Communicator] = lambda: Communicator(backend.twin(), peers=peers, key=key)
 
     def part(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """Return a communicator of the ranks of this rank's group, numbered from 0. Collective.
@@ -65,6 +66,13 @@ class Communicator:
             groups: disjoint, each in ascending order. Together they have all ranks of the job.
         """
         return self if len(groups) == 1 else self._part(groups)
+
+    def twin(self) -> Communicator:
+        """Return a communicator of the same ranks, with calls in an order of their own. Collective.
+
+        So a thread can make calls with it while another makes calls with this one.
+        """
+        return self._twin()
 
     def warn(self, message: str) -> None:
         """Issue a UserWarning on rank 0 that shows the line of the script that is being run. Not collective."""
