@@ -41,39 +41,40 @@ class _Bucket:
     ``missing`` is the number of gradients that the backward has not computed yet.
     """
 
-    def __init__(self, parameters: list[Parameter], optimizer: Distributed, name: str) -> None:
-        self.parameters, self.name, self._compression = parameters, name, optimizer.compression
-        self._communicator, self._op = optimizer.communicator, _OPS[optimizer.op]
-        self._before = 1 / optimizer.gradient_predivide_factor
-        self._after = 1 / self._before / (self._communicator.world_size if optimizer.op == Average else 1)
+    finish: Callable[[], Iterable[tuple[Parameter, Tensor]]]
+    """Waits for the results, and returns the parameters with their gradients, which are views of the flat tensor."""
+
+    def __init__(self, parameters: list[Parameter], name: str) -> None:
+        self.parameters, self.name, self.missing = parameters, name, len(parameters)
         self._ends = torch.tensor([0, *(p.numel() for p in parameters)]).cumsum(0).tolist()
         # With those of the parameters (channels_last, say), which optimizers' fast paths need.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
-        self.missing = len(parameters)
 
-    def launch(self, joined: bool) -> None:
+    def launch(self, optimizer: Distributed, joined: bool) -> None:
         """Start to reduce the gradients, with zeros for those that this rank does not have."""
+        ranks, compression, before = optimizer.communicator, optimizer.compression, optimizer.gradient_predivide_factor
+        after = before / ranks.world_size if optimizer.op == Average else 1
         gradients = [torch.zeros_like(p) if p.grad is None or joined else p.grad.to_dense() for p in self.parameters]
-        sent, self._contexts = zip(*map(self._compression.compress, gradients), strict=True)
-        self._flat = sent[0].new_empty(self._ends[-1])  # a new one: the script may keep gradients of the last step
+        sent, contexts = zip(*map(compression.compress, gradients), strict=True)
+        flat = sent[0].new_empty(self._ends[-1])  # a new one: the script may keep gradients of the last step
         places = zip(self.parameters, self._strides, self._ends, strict=False)
-        self._views = [self._flat.as_strided(p.size(), stride, offset) for p, stride, offset in places]
-        torch._foreach_copy_(self._views, sent)
-        if self._before != 1:
-            self._flat.mul_(self._before)
-        self._wire = self._flat.to(self._communicator.device)
-        self.wait = self._communicator.collectives.all_reduce_async(self._wire, self._op, self.name)
+        views = [flat.as_strided(p.size(), stride, offset) for p, stride, offset in places]
+        torch._foreach_copy_(views, sent)
+        if before != 1:
+            flat.mul_(1 / before)
+        wire = flat.to(ranks.device)
+        wait = ranks.collectives.all_reduce_async(wire, _OPS[optimizer.op], self.name)
 
-    def finish(self) -> Iterator[tuple[Parameter, Tensor]]:
-        """Wait for the results, and yield the parameters with their gradients, which are views of the flat tensor."""
-        self.wait()
-        if self._wire is not self._flat:
-            self._flat.copy_(self._wire)
-        if self._after != 1:
-            self._flat.mul_(self._after)
-        yield from zip(self.parameters, map(self._compression.decompress, self._views, self._contexts), strict=True)
-        self.missing = len(self.parameters)
-        del self._flat, self._wire, self._views, self._contexts, self.wait
+        def finish() -> Iterable[tuple[Parameter, Tensor]]:
+            wait()
+            if wire is not flat:
+                flat.copy_(wire)
+            if after != 1:
+                flat.mul_(after)
+            self.missing, self.finish = len(self.parameters), tuple  # keep nothing
+            return zip(self.parameters, map(compression.decompress, views, contexts), strict=True)
+
+        self.finish = finish
 
 
 class Distributed(Optimizer):
@@ -111,7 +112,7 @@ class Distributed(Optimizer):
         for p in trained if self._reduces else ():
             if p not in self._hooked:
                 self._hooked.add(p)
-                p.register_post_accumulate_grad_hook(lambda p: (call := ready()) and call(p))  # type: ignore[no-untyped-call]
+                p.register_post_accumulate_grad_hook(lambda p: (call := ready()) and call(p))
         return trained
 
     def _ready(self, p: Parameter) -> None:
@@ -130,7 +131,7 @@ class Distributed(Optimizer):
     def _launch(self, *, rest: bool = True, joined: bool = False) -> None:
         """Start to reduce the buckets that are full, and with ``rest`` the others, in the same order on every rank."""
         while self._next < len(self._buckets) and (rest or not self._buckets[self._next].missing):
-            self._buckets[self._next].launch(joined)
+            self._buckets[self._next].launch(self, joined)
             self._next += 1
 
     def operation(self, *, joined: bool = False) -> Operation:
@@ -142,12 +143,12 @@ class Distributed(Optimizer):
             if changed:
                 self._launch(joined=joined)  # some ranks may have launched some
                 for bucket in self._buckets:
-                    bucket.wait()
+                    bucket.finish()
                 self._layout(communicator, trained)
             self._launch(joined=joined)
             if joined:
-                self._finish(joined)  # nobody else waits for it
-            return lambda: [self._finish(joined)]
+                self._finish(joined=True)  # nobody waits for it
+            return self._finish
 
         return Operation(self._name, ("DistributedOptimizer.step", self._layouts + changed), start)
 
@@ -162,12 +163,11 @@ class Distributed(Optimizer):
         self._trained, self._layouts, self._next = trained, self._layouts + 1, 0
         dense = [p for p in trained if self.sparse_as_dense or p not in self._sparse]
         self._buckets = [
-            _Bucket(parameters, self, f"{self._name}.{i}")
-            for i, parameters in enumerate(in_buckets(dense, _BUCKET_BYTES))
+            _Bucket(parameters, f"{self._name}.{i}") for i, parameters in enumerate(in_buckets(dense, _BUCKET_BYTES))
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
-    def _finish(self, joined: bool) -> None:
+    def _finish(self, joined: bool = False) -> list[Any]:
         """Wait for the buckets, and set the gradients, unless this rank has joined."""
         for bucket in self._buckets:
             for p, gradient in bucket.finish():
@@ -175,6 +175,7 @@ class Distributed(Optimizer):
                     p.grad = gradient.to_sparse(1) if p in self._sparse else gradient
         self._next = 0
         self._passes.clear()
+        return [None]
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -203,7 +204,7 @@ class Distributed(Optimizer):
         finally:
             self._skips = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, and make a step. Collective.
 
         Args:
@@ -226,7 +227,10 @@ class Distributed(Optimizer):
             self._synchronized = False
             return loss
 
-        return super().step(reduced) if closure else (reduced(), super().step())[1]  # type: ignore[arg-type]
+        if closure:
+            return super().step(reduced)
+        reduced()
+        return super().step()
 
     step.hooked = True  # type: ignore[attr-defined]  # torch calls hooks in the original's, and would here, too
 
@@ -279,9 +283,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         ValueError: another argument is wrong, or parameters have no name, or one that is not unique.
     """
     if op not in _OPS:
-        raise ValueError(
-            "DistributedOptimizer reduces by Average, Sum, Min or Max, and not by Adasum: use hvd.Average."
-        )
+        raise UsageError("DistributedOptimizer supports op Average, Sum, Min and Max, not Adasum: use hvd.Average.")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor is a part of a mean, and op is not Average: leave it at 1.")
     if backward_passes_per_step < 1:
@@ -290,7 +292,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     if not all(isinstance(p, Tensor) for p in members) or len({id(p) for p in members}) < len(members):
         raise ValueError("groups must be a number, or lists of parameters, each in only one of them.")
     names, kind = _names(optimizer, named_parameters), type(optimizer)
-    made = object.__new__(type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__}))
+    made: Any = object.__new__(type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__}))
     # A scheduler puts another step() into the object.
     vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
     made.distribute(
