@@ -23,7 +23,7 @@ from unitrain.communication.communicator import Communicator
 from unitrain.compat.horovod.collectives import Average, Max, Min, Sum, allreduce, sparse_allreduce_async
 from unitrain.compat.horovod.compression import Compression, Compressor
 from unitrain.compat.horovod.functions import check_same
-from unitrain.compat.horovod.matching import Form, Operation
+from unitrain.compat.horovod.matching import Form, HorovodInternalError, Operation
 from unitrain.compat.horovod.operations import STAND_INS
 from unitrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from unitrain.errors import UsageError
@@ -193,7 +193,7 @@ class Distributed(Optimizer):
         for p in self._trained:
             if p in self._sparse and not self.sparse_as_dense:
                 gradient = p.grad if p.grad is not None else torch.zeros_like(p).to_sparse(1)
-                p.grad = sparse_allreduce_async(gradient, self._names[p], self.op, self.process_set)()
+                p.grad = sparse_allreduce_async(gradient, self._name, self.op, self.process_set)()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -248,9 +248,14 @@ class Distributed(Optimizer):
         self.backward_passes_per_step = passes
 
 
-def _stand_in(name: str, form: Form) -> Operation | None:
+def _stand_in(name: str, form: Form) -> Operation:
     """Return the operation by which a rank that has joined takes part in the step of an optimizer."""
-    return _of_all_ranks[name].operation(joined=True) if name in _of_all_ranks else None
+    if name not in _of_all_ranks:
+        raise HorovodInternalError(
+            f"another rank makes a step of {name!r}, which this rank, which has joined, does not have any more: keep the "
+            "optimizer until hvd.join() returns."
+        )
+    return _of_all_ranks[name].operation(joined=True)
 
 
 STAND_INS["DistributedOptimizer.step"] = _stand_in

@@ -36,7 +36,7 @@ class SyncBatchNorm(GlobalBatchNorm):
         variance = allreduce(centred.square().sum(rows), name="sync_batch_norm.squares", op=Sum) / total
         if self.training and self.running_mean is not None:
             self._update_running(mean.detach(), variance.detach() * (total / (total - 1)))
-        output = centred * torch.rsqrt(variance + self.eps).view(shape)
+        output: Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             output = output * self.weight.view(shape) + self.bias.view(shape)
         return output.to(input.dtype)
