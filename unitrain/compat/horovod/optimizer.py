@@ -252,8 +252,8 @@ def _stand_in(name: str, form: Form) -> Operation:
     """Return the operation by which a rank that has joined takes part in the step of an optimizer."""
     if name not in _of_all_ranks:
         raise HorovodInternalError(
-            f"another rank makes a step of {name!r}, which this rank, which has joined, does not have any more: keep the "
-            "optimizer until hvd.join() returns."
+            f"another rank makes a step of {name!r}, which this rank, which has joined, has no more: keep "
+            "the optimizer until hvd.join() returns."
         )
     return _of_all_ranks[name].operation(joined=True)
 
