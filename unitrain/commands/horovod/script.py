@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,35 +20,28 @@ def run_script(command: Sequence[str], **settings: str | None) -> NoReturn:
 
     Args:
         command: the script and its arguments, or -m, a module and its arguments.
-        **settings: environment variables to set; those that are None stay as they are.
+        **settings: environment variables to set, unless they are None.
 
     Raises:
         UsageError: no script is given, or the compatible module is not there.
     """
-    spec = find_spec("unitrain.compat.horovod") if find_spec("unitrain.compat") else None
-    if not command or spec is None or spec.origin is None:
-        missing = "unitrain.compat.horovod is not installed" if command else "no script is given"
-        raise UsageError(f"{missing}: the command is `unitrain horovod SCRIPT [ARGUMENT ...]`, in UniTrain's wheel.")
-    os.environ |= {name: value for name, value in settings.items() if value is not None}
-    path = [str(Path(spec.origin).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    folder = Path(__file__).parents[2] / "compat"
+    if not command or not (folder / "horovod").is_dir():
+        missing = f"{folder / 'horovod'} is missing: reinstall unitrain" if command else "no script is given: name it"
+        raise UsageError(f"{missing}. The command is `unitrain horovod SCRIPT [ARGUMENT ...]`.")
+    os.environ.update({name: value for name, value in settings.items() if value is not None})
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.execv(sys.executable, [sys.executable, *command])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
-    parser.usage = "unitrain horovod [-h] [--strategy.SETTING VALUE ...] SCRIPT [ARGUMENT ...]"
-    parser.epilog = (
-        "Example: torchrun --nproc-per-node 4 --no-python unitrain horovod train.py --epochs 3. All settings of a "
-        "strategy can be set by environment variables, as UNITRAIN_DDP__COMMUNICATION is."
-    )
-    for name, meaning in (
-        ("backend", "ddp (the default with several processes), horovod, ..."),
-        ("device", "cpu, ..."),
-    ):
+    parser.usage = "unitrain horovod [-h] [--strategy.backend NAME] [--strategy.device NAME] SCRIPT [ARGUMENT ...]"
+    parser.epilog = "Example: torchrun --nproc-per-node 4 --no-python unitrain horovod train.py --epochs 3"
+    for name, example in (("backend", "horovod, or ddp, the default with several processes"), ("device", "cpu, cuda")):
         variable = f"UNITRAIN_{name.upper()}"
-        parser.add_argument(f"--strategy.{name}", dest=variable, metavar="NAME", help=f"sets {variable}: {meaning}")
+        parser.add_argument(f"--strategy.{name}", dest=variable, metavar="NAME", help=f"set {variable}: {example}")
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, action=AfterDashes, metavar="SCRIPT", help="the script and its arguments"
+        "command", nargs=argparse.REMAINDER, action=AfterDashes, metavar="SCRIPT", help="and its arguments"
     )
     parser.set_defaults(run=run_script)

@@ -1,11 +1,16 @@
-"""The collectives, with Horovod's names, arguments, defaults and gradients."""
+"""The collectives, with Horovod's names, arguments, defaults and gradients.
+
+Where two functions differ only in that one takes several tensors, or waits, it is made from the other.
+"""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -14,50 +19,65 @@ from unitrain.communication.communicator import Communicator
 from unitrain.compat.horovod import operations
 from unitrain.compat.horovod.compression import Compression, Compressor
 from unitrain.compat.horovod.matching import Form, HorovodInternalError, Operation, Queue
-from unitrain.compat.horovod.operations import Adasum, Average, Max, Min, Product, Sum
 from unitrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from unitrain.errors import UsageError
 
-__all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum"]
+__all__ = [
+    "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce", "allreduce_",
+    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
+    "broadcast_async", "broadcast_async_", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async",
+    "synchronize",
+]  # fmt: skip
+P = ParamSpec("P")
+Average, Sum, Adasum, Min, Max, Product = range(len(operations.OPS))
 _NONE = Compression.none
-
-
-class _Submitted(NamedTuple):
-    """What a handle stands for."""
-
-    queue: Queue
-    operations: list[Operation]
-    result: Callable[[list[Any]], Any]
-    """Returns what ``synchronize`` returns, given the results of the operations."""
-
-
-_submitted: dict[int, _Submitted] = {}
+_submitted: dict[int, tuple[Queue, Operation]] = {}
 _handles = itertools.count()
 
 
-def _submit(process_set: ProcessSet, those: list[Operation], result: Callable[[list[Any]], Any]) -> int:
+def _submit(process_set: ProcessSet, operation: Operation) -> int:
     queue = process_set.queue()
-    for operation in those:
-        queue.submit(operation)
+    queue.submit(operation)
     handle = next(_handles)
-    _submitted[handle] = _Submitted(queue, those, result)
+    _submitted[handle] = queue, operation
     return handle
 
 
-def _only(results: list[Any]) -> Any:
-    return results[0]
+def _name(process_set: ProcessSet, verb: str, tensors: Any, name: str | None) -> str:
+    verb = verb if isinstance(tensors, Tensor) else f"grouped_{verb}"
+    return process_set.queue().name(verb) if name is None else f"{verb}.{name}"
 
 
-def _names(process_set: ProcessSet, verb: str, name: str | None, count: int | None) -> list[str]:
-    """Return the name of an operation, or with a count the names of those of a group."""
-    queue = process_set.queue()
-    verb = verb if count is None else f"grouped_{verb}"
-    base = queue.name(verb) if name is None else f"{verb}.{name}"
-    return [base] if count is None else [f"{base}_{number}of{count}" for number in range(1, count + 1)]
+def _grouped(function: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Sequence[Tensor], P], Any]:
+    """Return a function of several ``tensors``, given one that takes a ``tensor``, or several."""
+
+    def grouped(tensors: Sequence[Tensor], *args: P.args, **kwargs: P.kwargs) -> Any:
+        return function(list(tensors), *args, **kwargs)
+
+    signature = inspect.signature(function)
+    first, *others = signature.parameters.values()
+    grouped.__signature__ = signature.replace(parameters=[first.replace(name="tensors"), *others])  # type: ignore[attr-defined]
+    grouped.__name__ = f"grouped_{function.__name__}"
+    grouped.__doc__ = f"As ``{function.__name__}``, with several tensors."
+    return grouped  # type: ignore[return-value]  # its first argument may also be passed by name
+
+
+def _waited(function: Callable[P, int]) -> Callable[P, Any]:
+    """Return a function that waits for the operation that another one submits, and returns its result."""
+
+    @wraps(function)
+    def waited(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return synchronize(function(*args, **kwargs))
+
+    waited.__name__ = function.__name__.replace("_async", "")
+    waited.__doc__ = f"As ``{function.__name__}``, but wait, and return the tensor."
+    return waited
 
 
 class _Differentiable(torch.autograd.Function):
-    """Runs operations in the forward, and others on the gradients in the backward."""
+    """Runs an operation in the forward, and others on the gradients in the backward."""
 
     @staticmethod
     def forward(ctx: Any, submit: Callable[..., int], back: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Any:
@@ -70,21 +90,23 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *ctx.back([grad.contiguous() for grad in grads])
 
 
-def _apply(
-    submit: Callable[[Sequence[Tensor]], int], back: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    tensors: Sequence[Tensor], compression: type[Compressor] = _NONE,
-) -> list[Tensor]:  # fmt: skip
-    """Return the results of operations on tensors. Differentiable.
+def _differentiable(
+    tensors: Any, submit: Callable[[Any], int], back: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    compression: type[Compressor] = _NONE,
+) -> Any:  # fmt: skip
+    """Return the results of an operation on a tensor, or on several.
 
     Args:
-        submit: submits them, given the compressed tensors.
+        tensors: the tensor or tensors.
+        submit: submits it, given what they are compressed to.
         back: returns the gradients of these, given those of the results.
-        tensors: the tensors.
         compression: compresses them, and decompresses the results.
     """
-    compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
-    results = _Differentiable.apply(submit, back, *compressed)
-    return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
+    single = isinstance(tensors, Tensor)
+    parts, contexts = zip(*map(compression.compress, operations.listed(tensors)), strict=True)
+    results = _Differentiable.apply(lambda parts: submit(parts[0] if single else parts), back, *parts)
+    whole = [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
+    return whole[0] if single else whole
 
 
 def call(
@@ -97,7 +119,7 @@ def call(
 
     Args:
         name: the name, with the verb: "broadcast_object.epoch".
-        form: what must be the same on all ranks, as plain data.
+        form: what must be the same on all ranks, as plain data, the verb first.
         function: is called with the communicator of the process set.
         process_set: the ranks that call it.
     """
@@ -122,45 +144,20 @@ def _op(op: int | None, average: bool | None) -> int:
     return Average if op is None else op
 
 
-def _allreduce(
-    tensors: Sequence[Tensor], count: int | None, name: str | None, scaling: tuple[int, float, float],
-    process_set: ProcessSet, outputs: Sequence[Tensor] | None = None,
-) -> int:  # fmt: skip
-    names = _names(process_set, "allreduce", name, count)
-    each = zip(names, tensors, outputs or [*map(torch.empty_like, tensors)], strict=True)
-    those = [operations.reduction("allreduce", label, tensor, output, *scaling) for label, tensor, output in each]
-    return _submit(process_set, those, _only if count is None else tuple)
-
-
-def _allreduced(
-    tensors: Sequence[Tensor], count: int | None, name: str | None, scaling: tuple[int, float, float],
-    process_set: ProcessSet, compression: type[Compressor] = _NONE,
-) -> list[Tensor]:  # fmt: skip
-    return _apply(
-        lambda parts: _allreduce(parts, count, name, scaling, process_set),
-        lambda grads: _allreduced(grads, len(grads), None, scaling, process_set),
-        tensors,
-        compression,
-    )
-
-
 def allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None, compression: type[Compressor] = _NONE,
     op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
     """Return the mean of a tensor over the ranks, or another reduction. Differentiable."""
-    scaling = _op(op, average), prescale_factor, postscale_factor
-    return _allreduced([tensor], None, name, scaling, process_set, compression)[0]
-
-
-def allreduce_(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Tensor:  # fmt: skip
-    """Reduce a tensor over the ranks in place, and return it."""
-    synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
-    return tensor
+    scaling = (_op(op, average), prescale_factor, postscale_factor, process_set)
+    result: Tensor = _differentiable(
+        tensor,
+        lambda parts: allreduce_async(parts, None, name, *scaling),
+        lambda grads: grouped_allreduce(grads, None, None, _NONE, *scaling),
+        compression,
+    )
+    return result
 
 
 def allreduce_async(
@@ -168,53 +165,23 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Submit ``allreduce``, and return its handle. Not differentiable."""
-    return _allreduce([tensor], None, name, (_op(op, average), prescale_factor, postscale_factor), process_set)
+    outputs = [*map(torch.empty_like, operations.listed(tensor))]
+    scaling, name = (_op(op, average), prescale_factor, postscale_factor), _name(process_set, "allreduce", tensor, name)
+    return _submit(process_set, operations.reduction("allreduce", name, tensor, outputs, *scaling))
 
 
 def allreduce_async_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
-    """Submit ``allreduce_``, and return its handle."""
-    scaling = _op(op, average), prescale_factor, postscale_factor
-    return _allreduce([tensor], None, name, scaling, process_set, [tensor])
+    """Submit ``allreduce`` with the tensor as its result, and return its handle."""
+    scaling, name = (_op(op, average), prescale_factor, postscale_factor), _name(process_set, "allreduce", tensor, name)
+    return _submit(process_set, operations.reduction("allreduce", name, tensor, tensor, *scaling))
 
 
-def grouped_allreduce(
-    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
-    compression: type[Compressor] = _NONE, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:  # fmt: skip
-    """Return ``allreduce`` of several tensors."""
-    scaling = _op(op, average), prescale_factor, postscale_factor
-    return _allreduced(tensors, len(tensors), name, scaling, process_set, compression)
-
-
-def grouped_allreduce_(
-    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Reduce several tensors over the ranks in place, and return them."""
-    synchronize(grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set))
-    return tuple(tensors)
-
-
-def grouped_allreduce_async(
-    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:  # fmt: skip
-    """Submit ``grouped_allreduce``, and return its handle. Not differentiable."""
-    scaling = _op(op, average), prescale_factor, postscale_factor
-    return _allreduce(tensors, len(tensors), name, scaling, process_set)
-
-
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:  # fmt: skip
-    """Submit ``grouped_allreduce_``, and return its handle."""
-    scaling = _op(op, average), prescale_factor, postscale_factor
-    return _allreduce(tensors, len(tensors), name, scaling, process_set, tensors)
+allreduce_ = _waited(allreduce_async_)
+grouped_allreduce, grouped_allreduce_async = _grouped(allreduce), _grouped(allreduce_async)
+grouped_allreduce_, grouped_allreduce_async_ = _grouped(allreduce_), _grouped(allreduce_async_)
 
 
 def sparse_allreduce_async(
@@ -231,49 +198,28 @@ def sparse_allreduce_async(
     return wait
 
 
-# --------------------------------------------------------------------------------------------- allgather, alltoall
+# ------------------------------------------------------------------------------------------------ those that move rows
 
 
-def _allgather(tensors: Sequence[Tensor], count: int | None, name: str | None, process_set: ProcessSet) -> int:
-    names = _names(process_set, "allgather", name, count)
-    return _submit(process_set, [*map(operations.gathering, names, tensors)], _only if count is None else tuple)
-
-
-def _allgathered(
-    tensors: Sequence[Tensor], count: int | None, name: str | None, process_set: ProcessSet
-) -> list[Tensor]:
-    rows = torch.tensor([[len(tensor) for tensor in tensors]])
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Return the rows of all ranks in one. Differentiable: a rank gets the mean over the ranks of its gradients."""
+    rows = torch.tensor([[part.shape[:1].numel() for part in operations.listed(tensor)]])
 
     def back(grads: Sequence[Tensor]) -> list[Tensor]:
         firsts = allgather(rows, process_set=process_set)[: process_set.rank()].sum(0).tolist()
         reduced = grouped_allreduce(grads, process_set=process_set)
         return [grad.narrow(0, *part) for grad, *part in zip(reduced, firsts, rows[0].tolist(), strict=True)]
 
-    return _apply(lambda parts: _allgather(parts, count, name, process_set), back, tensors)
-
-
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Return the rows of all ranks in one. Differentiable: a rank gets the mean over the ranks of its gradients."""
-    return _allgathered([tensor], None, name, process_set)[0]
+    result: Tensor = _differentiable(tensor, lambda parts: allgather_async(parts, name, process_set), back)
+    return result
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Submit ``allgather``, and return its handle. Not differentiable."""
-    return _allgather([tensor], None, name, process_set)
+    return _submit(process_set, operations.gathering(_name(process_set, "allgather", tensor, name), tensor))
 
 
-def grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Tensor]:
-    """Return ``allgather`` of several tensors."""
-    return _allgathered(tensors, len(tensors), name, process_set)
-
-
-def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Submit ``grouped_allgather``, and return its handle. Not differentiable."""
-    return _allgather(tensors, len(tensors), name, process_set)
+grouped_allgather, grouped_allgather_async = _grouped(allgather), _grouped(allgather_async)
 
 
 def alltoall(
@@ -287,12 +233,11 @@ def alltoall(
         name: the name of the operation.
         process_set: the ranks that take part.
     """
-
-    def back(grads: Sequence[Tensor]) -> list[Tensor]:
-        return [alltoall(grads[0], counts, process_set=process_set)[0]]
-
+    counts: Tensor
     rows, counts = _Differentiable.apply(
-        lambda parts: alltoall_async(parts[0], splits, name, process_set), back, tensor
+        lambda parts: alltoall_async(parts[0], splits, name, process_set),
+        lambda grads: [alltoall(grads[0], counts, process_set=process_set)[0]],
+        tensor,
     )
     return rows if splits is None else (rows, counts)
 
@@ -301,23 +246,17 @@ def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Submit ``alltoall``, and return its handle. Its result has how many rows each rank had in any case."""
-    [label] = _names(process_set, "alltoall", name, None)
-    world, rows = len(process_set.ranks), len(tensor) if tensor.dim() else 0
+    name, world = _name(process_set, "alltoall", tensor, name), len(process_set.ranks)
+    rows = tensor.shape[:1].numel() if tensor.dim() else 0
     counts = [rows // world] * world if splits is None else [int(count) for count in splits]
-    if (splits is None and rows % world) or len(counts) != world or min(counts) < 0 or sum(counts) > rows:
+    floats = isinstance(splits, Tensor) and splits.is_floating_point()
+    if floats or (splits is None and rows % world) or len(counts) != world or min(counts) < 0 or sum(counts) > rows:
         raise ValueError(
-            f"alltoall got {rows} rows for {world} ranks, and splits {splits}: pass a number for each rank, which "
-            "together are not more than there are."
+            f"alltoall got {rows} rows for {world} ranks, and splits {splits}: pass a whole number for each rank, "
+            "together not more than there are."
         )
-    kind = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
-    return _submit(
-        process_set,
-        [operations.exchange(label, tensor, counts)],
-        lambda results: (results[0][0], kind.new_tensor(results[0][1])),
-    )
-
-
-# ------------------------------------------------------------------------------------------------------- broadcast
+    like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
+    return _submit(process_set, operations.exchange(name, tensor, counts, like))
 
 
 def broadcast(
@@ -328,15 +267,8 @@ def broadcast(
     def back(grads: Sequence[Tensor]) -> list[Tensor]:
         return [allreduce(grads[0], process_set=process_set) * (global_process_set.rank() == root_rank)]
 
-    return _apply(lambda parts: broadcast_async(parts[0], root_rank, name, process_set), back, [tensor])[0]
-
-
-def broadcast_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """Overwrite a tensor with the one of a rank, and return it."""
-    synchronize(broadcast_async_(tensor, root_rank, name, process_set))
-    return tensor
+    result: Tensor = _differentiable(tensor, lambda part: broadcast_async(part, root_rank, name, process_set), back)
+    return result
 
 
 def broadcast_async(
@@ -349,45 +281,19 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Submit ``broadcast_``, and return its handle."""
+    """Submit ``broadcast`` with the tensor as its result, and return its handle."""
     return _broadcast(tensor, tensor, root_rank, name, process_set)
 
 
+broadcast_ = _waited(broadcast_async_)
+
+
 def _broadcast(tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
-    [label] = _names(process_set, "broadcast", name, None)
+    name = _name(process_set, "broadcast", tensor, name)
     if root_rank not in process_set.ranks:
-        raise ValueError(
-            f"broadcast got root_rank {root_rank}, but the ranks are {process_set.ranks}: pass one of them."
-        )
+        raise ValueError(f"broadcast got root_rank {root_rank}, but must get one of the ranks {process_set.ranks}.")
     root = process_set.ranks.index(root_rank)
-    return _submit(process_set, [operations.broadcasting(label, tensor, output, root)], _only)
-
-
-# --------------------------------------------------------------------------------------------------- reducescatter
-
-
-def _reducescatter(
-    tensors: Sequence[Tensor], count: int | None, name: str | None, scaling: tuple[int, float, float],
-    process_set: ProcessSet,
-) -> int:  # fmt: skip
-    if scaling[0] not in (Average, Sum):
-        raise HorovodInternalError("reducescatter supports hvd.Average and hvd.Sum only: use hvd.allreduce for others.")
-    names = _names(process_set, "reducescatter", name, count)
-    each = zip(names, tensors, strict=True)
-    those = [operations.reduction("reducescatter", label, tensor, None, *scaling) for label, tensor in each]
-    return _submit(process_set, those, _only if count is None else tuple)
-
-
-def _reducescattered(
-    tensors: Sequence[Tensor], count: int | None, name: str | None, scaling: tuple[int, float, float],
-    process_set: ProcessSet, compression: type[Compressor],
-) -> list[Tensor]:  # fmt: skip
-    def back(grads: Sequence[Tensor]) -> list[Tensor]:
-        op, before, after = scaling
-        factor = before * after * (len(process_set.ranks) if op == Sum else 1)  # as Horovod scales them
-        return grouped_allgather([grad * factor for grad in grads], process_set=process_set)
-
-    return _apply(lambda parts: _reducescatter(parts, count, name, scaling, process_set), back, tensors, compression)
+    return _submit(process_set, operations.broadcasting(name, tensor, output, root))
 
 
 def reducescatter(
@@ -395,8 +301,15 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Return this rank's rows of the mean or sum of a tensor over the ranks. Differentiable."""
-    scaling = op, prescale_factor, postscale_factor
-    return _reducescattered([tensor], None, name, scaling, process_set, compression)[0]
+    # As Horovod scales gradients.
+    factor = prescale_factor * postscale_factor * (len(process_set.ranks) if op == Sum else 1)
+    result: Tensor = _differentiable(
+        tensor,
+        lambda parts: reducescatter_async(parts, name, op, process_set, prescale_factor, postscale_factor),
+        lambda grads: grouped_allgather([grad * factor for grad in grads], process_set=process_set),
+        compression,
+    )
+    return result
 
 
 def reducescatter_async(
@@ -404,25 +317,13 @@ def reducescatter_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
     """Submit ``reducescatter``, and return its handle. Not differentiable."""
-    return _reducescatter([tensor], None, name, (op, prescale_factor, postscale_factor), process_set)
+    if op not in (Average, Sum):
+        raise HorovodInternalError("reducescatter supports hvd.Average and hvd.Sum only: use hvd.allreduce for others.")
+    name, factors = _name(process_set, "reducescatter", tensor, name), (prescale_factor, postscale_factor)
+    return _submit(process_set, operations.reduction("reducescatter", name, tensor, (), op, *factors))
 
 
-def grouped_reducescatter(
-    tensors: Sequence[Tensor], name: str | None = None, compression: type[Compressor] = _NONE, op: int = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> list[Tensor]:  # fmt: skip
-    """Return ``reducescatter`` of several tensors."""
-    scaling = op, prescale_factor, postscale_factor
-    return _reducescattered(tensors, len(tensors), name, scaling, process_set, compression)
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[Tensor], name: str | None = None, op: int = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> int:  # fmt: skip
-    """Submit ``grouped_reducescatter``, and return its handle. Not differentiable."""
-    return _reducescatter(tensors, len(tensors), name, (op, prescale_factor, postscale_factor), process_set)
-
+grouped_reducescatter, grouped_reducescatter_async = _grouped(reducescatter), _grouped(reducescatter_async)
 
 # --------------------------------------------------------------------------------------------------------- handles
 
@@ -437,7 +338,8 @@ def poll(handle: int) -> bool:
     """
     if handle not in _submitted:
         raise ValueError(f"there is no handle {handle}, or it was synchronized before: poll before that.")
-    return _submitted[handle].queue.poll(_submitted[handle].operations)
+    queue, operation = _submitted[handle]
+    return queue.poll(operation)
 
 
 def synchronize(handle: int) -> Any:
@@ -446,10 +348,10 @@ def synchronize(handle: int) -> Any:
     Raises:
         HorovodInternalError: the ranks don't agree on it, or it has failed because of another rank.
     """
-    submitted = _submitted.pop(handle, None)
-    if submitted is None:
+    if handle not in _submitted:
         return None
-    return submitted.result([submitted.queue.finish(operation) for operation in submitted.operations])
+    queue, operation = _submitted.pop(handle)
+    return queue.finish(operation)
 
 
 def join(device: int = -1) -> int:

@@ -7,9 +7,11 @@ each waits for what another has not submitted, all of them raise an error that n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,9 +21,12 @@ from unitrain.communication.communicator import Communicator
 from unitrain.errors import CommunicationError, by_rank
 from unitrain.rng import derived_seed
 
-_WAITS, _POLLS, _JOINED, _ENDS = range(4)  # why a rank takes part in a round
-_FUSED_BYTES = 2**24  # larger tensors are not copied
 Form = tuple[Any, ...]
+Sizes = Sequence[Sequence[int]]
+Start = Callable[[Communicator, str, Sequence[Tensor], Sequence[Tensor], Sizes], Callable[[], Sequence[Any]]]
+_FUSED_BYTES = 2**24  # larger tensors are not worth a copy
+_WAITS, _POLLS, _JOINED, _ENDS = range(4)  # why a rank takes part in a round
+_WAITS_FOR_NOTHING = {_JOINED: "nothing, after hvd.join", _ENDS: "nothing, after hvd.shutdown, or at its end"}
 
 
 class HorovodInternalError(CommunicationError, RuntimeError):
@@ -30,28 +35,30 @@ class HorovodInternalError(CommunicationError, RuntimeError):
 
 @dataclass(eq=False)
 class Operation:
-    """An operation that a rank has submitted.
+    """An operation that a rank submits.
 
     Attributes:
         name: by which the ranks match it.
-        form: what must be the same on all ranks, as plain data: the verb, and of a tensor dtype, shape and device.
-        start: starts operations that can be fused, given the communicator, a name for the backend, and for each rank
-            the sizes of the first. Returns a function that waits, and returns their results.
-        tensor: the input.
-        output: where the result goes, and what is returned; None if ``start`` makes it.
+        form: what must be the same on all ranks, as plain data: the verb, and of each tensor dtype, shape and device.
+        start: starts it, given the communicator, a label for the backend, tensors, outputs, and the ``sizes`` of each
+            rank. Returns a function that waits, and returns a result for each tensor.
+        tensors: the input.
+        outputs: where the results go, if there are tensors for them before the start.
+        single: whether the result is the one of the only tensor, and not a tuple.
+        fuses: whether it may be started together with others, on the tensors of all.
         sizes: what may differ between the ranks, and all of them must know: numbers of rows.
-        fused: what operations have in common that can be fused; None for those that can't.
-        wait: waits for the result, and returns it; None before the start.
+        wait: waits, and returns the result; None before the start.
         error: why it has failed; "" if it has not.
     """
 
     name: str
     form: Form
-    start: Callable[[Communicator, str, Sequence[Operation], Sequence[Sequence[int]]], Callable[[], Sequence[Any]]]
-    tensor: Tensor = field(default_factory=lambda: torch.empty(0))
-    output: Tensor | None = None
+    start: Start
+    tensors: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    single: bool = True
+    fuses: bool = False
     sizes: Sequence[int] = ()
-    fused: Form | None = None
     wait: Callable[[], Any] | None = None
     error: str = ""
 
@@ -60,6 +67,12 @@ class Operation:
         """Whether it was started, or has failed."""
         return self.wait is not None or bool(self.error)
 
+    @property
+    def fusion(self) -> object:
+        """What is equal for operations that are started together."""
+        fuses = self.fuses and sum(tensor.nbytes for tensor in self.tensors) < _FUSED_BYTES
+        return (self.form[0], *self.form[2:]) if fuses else self.name
+
 
 class Queue:
     """The operations of a process set that this rank has submitted, and not all ranks have started.
@@ -67,7 +80,7 @@ class Queue:
     Args:
         communicator: of the ranks of the process set.
         stand_ins: for verbs, what returns the operation by which a rank that has joined takes part in one of a name and
-            form. For others, it can't.
+            form. It can't take part in others.
 
     Attributes:
         communicator: as above.
@@ -90,7 +103,7 @@ class Queue:
         return f"{verb}.noname.{number}"
 
     def submit(self, operation: Operation) -> None:
-        """Queue an operation. ValueError if another one of its name waits to be started."""
+        """Queue an operation. ValueError if another one of its name is in the queue."""
         if operation.name in self._pending:
             raise ValueError(
                 f"an operation named {operation.name!r} was submitted while another of this name has not been "
@@ -120,11 +133,11 @@ class Queue:
         self.submit(operation)
         return self.finish(operation)
 
-    def poll(self, operations: Sequence[Operation]) -> bool:
-        """Return whether operations have been started or have failed, after a round with the other ranks if not."""
-        if not all(operation.settled for operation in operations):
+    def poll(self, operation: Operation) -> bool:
+        """Return whether an operation has been started or has failed, after a round with the other ranks if not."""
+        if not operation.settled:
             self._round(_POLLS)
-        return all(operation.settled for operation in operations)
+        return operation.settled
 
     def join(self) -> int:
         """Take part in the reductions of other ranks until all have joined. Return the rank that was the last."""
@@ -142,110 +155,97 @@ class Queue:
         """Start what all ranks have submitted. Return whether all have joined, or all end. Collective.
 
         Raises:
-            HorovodInternalError: this rank has joined, and another will not.
+            HorovodInternalError: this rank has joined, and another one will not.
         """
-        collectives = self.communicator.collectives
+        ranks = self.communicator
         forms = {name: self._pending[name].form for name in sorted(self._pending)}
-        facts = torch.tensor([derived_seed(forms) >> 1, state], device=collectives.device)
-        digests, states = collectives.all_gather(facts).T.tolist()
+        facts = torch.tensor([derived_seed(forms) >> 1, state], device=ranks.device)
+        digests, states = ranks.collectives.all_gather(facts).T.tolist()
         if len(set(digests)) == 1 and max(states) <= _POLLS:
             self._start(list(forms))
             return False
-        joined = {rank for rank, its in enumerate(states) if its == _JOINED}
-        self._last_joined = max(joined - self._joined, default=self._last_joined)
-        self._joined = joined
-        all_forms: list[dict[str, Form]] = self.communicator.all_gather_data(forms)
-        ready = list(self._agreed(all_forms))
-        if ready:
-            self._start([name for name in ready if not self._failed(name)])
-        elif min(states) == max(states) >= _JOINED:
-            return True
-        elif _POLLS not in states:
-            self._give_up(states, all_forms)
-        return False
+        joined = {rank for rank, reason in enumerate(states) if reason == _JOINED}
+        self._last_joined, self._joined = max(joined - self._joined, default=self._last_joined), joined
+        every: list[dict[str, Form]] = ranks.all_gather_data(forms)
+        if self._start_agreed(every):
+            return False
+        if _POLLS not in states and (_WAITS in states or len(set(states)) > 1):  # all wait, and none can submit more
+            shown = (", ".join(_described(*item) for item in [*forms.items()][:3]) for forms in every)
+            reasons = [_WAITS_FOR_NOTHING.get(state) or text for state, text in zip(states, shown, strict=True)]
+            error = f"the ranks wait for different operations: {by_rank(enumerate(reasons))}. All must submit the same."
+            self._fail(list(self._pending), error)
+            if state == _JOINED:
+                raise HorovodInternalError(error)
+        return len(set(states)) == 1 and state >= _JOINED
 
-    def _agreed(self, forms_of_all: list[dict[str, Form]]) -> Iterator[str]:
-        """Yield the names of the operations that every rank has, or has joined for. Those that differ have failed."""
-        for name in sorted(set().union(*forms_of_all)):
-            forms = {rank: forms[name] for rank, forms in enumerate(forms_of_all) if name in forms}
-            absent = set(range(len(forms_of_all))) - forms.keys()
+    def _start_agreed(self, every: Sequence[dict[str, Form]]) -> bool:
+        """Start the operations that every rank has, or has joined for; those that differ fail. Return if there are any.
+
+        Args:
+            every: the operations of each rank, by name.
+        """
+        agreed, ready = False, []
+        for name in sorted(set().union(*every)):
+            absent = {rank for rank, forms in enumerate(every) if name not in forms}
             if absent - self._joined:
                 continue
-            yield name
-            form = next(iter(forms.values()))
-            stand_in = self._stand_ins[form[0]](name, form) if absent and form[0] in self._stand_ins else None
-            if self.communicator.rank in absent and stand_in is not None:
-                self._pending[name] = stand_in
-            if name not in self._pending:
-                continue
-            if any(other != form for other in forms.values()):
-                described = by_rank((rank, _described(form[0], form)) for rank, form in forms.items())
-                self._pending[name].error = (
-                    f"the ranks have submitted different operations named {name!r}: {described}. All must submit the "
-                    "same, or give them different names."
+            agreed = True
+            those = [(rank, forms[name]) for rank, forms in enumerate(every) if name in forms]
+            form = those[0][1]
+            if any(other != form for _, other in those):
+                text = by_rank((rank, _described(form[0], form)) for rank, form in those)
+                self._fail([name], f"the operations named {name!r} differ: {text}. Give them different names.")
+            elif absent and form[0] not in self._stand_ins:
+                self._fail(
+                    [name], f"{form[0]} does not work after hvd.join, but {name!r} was called, and ranks have joined."
                 )
-            elif absent and stand_in is None:
-                self._pending[name].error = f"{form[0]} {name!r} does not work after another rank has called hvd.join."
+            else:
+                if self.communicator.rank in absent:
+                    stand_in = self._stand_ins[form[0]](name, form)
+                    if stand_in is None:
+                        raise HorovodInternalError(
+                            f"this rank has joined, but does not have {name!r}, which others have."
+                        )
+                    self._pending[name] = stand_in
+                ready.append(name)
+        self._start(ready)
+        return agreed
 
-    def _failed(self, name: str) -> bool:
-        """Return whether an operation has failed, and forget it then; or whether this rank does not have it."""
-        if name in self._pending and self._pending[name].error:
-            del self._pending[name]
-        return name not in self._pending
-
-    def _give_up(self, states: Sequence[int], forms_of_all: list[dict[str, Form]]) -> None:
-        """Let all that the ranks wait for fail, since no rank can submit what another waits for."""
-        reasons = {_JOINED: "nothing, after hvd.join", _ENDS: "nothing, after hvd.shutdown or at the end of its script"}
-        waiting = (
-            (rank, reasons.get(state) or ", ".join(_described(*item) for item in list(forms.items())[:3]))
-            for rank, (state, forms) in enumerate(zip(states, forms_of_all, strict=True))
-        )
-        error = f"the ranks wait for different operations: {by_rank(waiting)}. All must submit the same ones."
-        for operation in self._pending.values():
-            operation.error = error
-        self._pending.clear()
-        if states[self.communicator.rank] == _JOINED:
-            raise HorovodInternalError(error)
+    def _fail(self, names: Iterable[str], error: str) -> None:
+        for name in names:
+            if name in self._pending:  # not on a rank that has joined
+                self._pending.pop(name).error = error
 
     def _start(self, names: Sequence[str]) -> None:
         """Start operations that all ranks have, in the same order on each. Collective."""
         operations = [self._pending.pop(name) for name in names]
-        collectives = self.communicator.collectives
         sizes = [size for operation in operations for size in operation.sizes]
-        every = collectives.all_gather(torch.tensor(sizes, device=collectives.device)).tolist() if sizes else []
-        first = 0
-        for batch in _batches(operations):
-            last = first + len(batch[0].sizes)
+        device, every, first = self.communicator.device, [], 0
+        if sizes:
+            every = self.communicator.collectives.all_gather(torch.tensor(sizes, device=device)).tolist()
+        for _, group in groupby(operations, key=attrgetter("fusion")):
+            those = list(group)
+            last = first + len(those[0].sizes)  # others are not fused
+            tensors = [tensor.detach() for operation in those for tensor in operation.tensors]
+            outputs = [output for operation in those for output in operation.outputs]
             self._started += 1
-            wait = cache(
-                batch[0].start(self.communicator, f"hvd.{self._started}", batch, [row[first:last] for row in every])
-            )
-            first = last
-            for number, operation in enumerate(batch):
-                operation.wait = partial(_result, wait, number)
+            label, rows = f"hvd.{self._started}", [row[first:last] for row in every]
+            results = cache(those[0].start(self.communicator, label, tensors, outputs, rows))
+            first, number = last, 0
+            for operation in those:
+                part = slice(number, number + (len(operation.tensors) or 1))
+                operation.wait = partial(_result, results, part, operation.single)
+                number = part.stop
 
 
-def _result(wait: Callable[[], Sequence[Any]], number: int) -> Any:
-    return wait()[number]
-
-
-def _batches(operations: Sequence[Operation]) -> list[list[Operation]]:
-    """Return operations in groups of those that are fused."""
-    batches: list[list[Operation]] = []
-    size = 0
-    for operation in operations:
-        size += operation.tensor.nbytes
-        if batches and operation.fused and operation.fused == batches[-1][0].fused and size <= _FUSED_BYTES:
-            batches[-1].append(operation)
-        else:
-            batches.append([operation])
-            size = operation.tensor.nbytes
-    return batches
+def _result(results: Callable[[], Sequence[Any]], part: slice, single: bool) -> Any:
+    return results()[part][0] if single else tuple(results()[part])
 
 
 def _described(name: str, form: Form) -> str:
     """Return an operation as text for a message."""
-    if len(form) < 4:
+    if len(form) < 2 or not isinstance(form[1], list):
         return repr(name)
-    _, dtype, shape, *more = form
-    return f"{name!r} of {dtype}{list(shape)} ({', '.join(map(str, more))})"
+    _, tensors, *more = form
+    shown = [f"{dtype}{shape} on {device}" for dtype, shape, device in tensors[:3]]
+    return f"{name!r} of {', '.join(shown)}{f' {tuple(more)}' if more else ''}"

@@ -14,25 +14,23 @@ from types import ModuleType
 _HERE = __name__.rpartition(".")[0]
 _FOLDER = str(Path(__file__).parents[1])  # `unitrain horovod` puts it on the path, also of child processes
 _PARTS = ("compression", "elastic", "functions", "optimizer", "sync_batch_norm")
+_MODULES = {
+    **dict.fromkeys(("torch", "torch.mpi_ops", "common.exceptions", "common.process_sets"), _HERE),
+    **dict.fromkeys(("torch.elastic.sampler", "torch.elastic.state"), f"{_HERE}.elastic"),
+    **{f"torch.{part}": f"{_HERE}.{part}" for part in _PARTS},
+}
 _installed: dict[str, ModuleType] = {}
 _real: dict[str, ModuleType] = {}
 
 
 def install() -> None:
     """Have ``import horovod.torch``, and the like, import this package in this process."""
-    package = import_module(_HERE)
-    horovod, common = (
-        module_from_spec(ModuleSpec(name, None, is_package=True)) for name in ("horovod", "horovod.common")
-    )
-    horovod.__dict__.update(torch=package, common=common, __version__="0.28.1")
+    _installed.update({f"horovod.{name}": import_module(module) for name, module in _MODULES.items()})
+    for name in ("horovod", "horovod.common"):
+        _installed[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
+    package, common = _installed["horovod.torch"], _installed["horovod.common"]
+    _installed["horovod"].__dict__.update(torch=package, common=common, __version__="0.28.1")
     common.__dict__.update(exceptions=package, process_sets=package)
-    _installed.update({"horovod": horovod, "horovod.common": common})
-    for name in ("torch", "torch.mpi_ops", "common.exceptions", "common.process_sets"):
-        _installed[f"horovod.{name}"] = package
-    for part in _PARTS:
-        _installed[f"horovod.torch.{part}"] = import_module(f"{_HERE}.{part}")
-    for part in ("sampler", "state"):
-        _installed[f"horovod.torch.elastic.{part}"] = _installed["horovod.torch.elastic"]
     sys.modules.update(_installed)
 
 

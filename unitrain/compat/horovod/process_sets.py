@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from unitrain.communication.communicator import Communicator
@@ -56,10 +57,12 @@ class ProcessSet:
         if self._queue is None:
             if global_process_set.process_set_id is None:
                 raise ValueError(NOT_INITIALIZED)
-            which = f"the process set of ranks {self.ranks}"
-            if self.process_set_id is None:
-                raise ValueError(f"{which} is not registered: pass it to hvd.init or hvd.add_process_set before.")
-            raise ValueError(f"rank {global_process_set.rank()} is not in {which}: call this on these ranks only.")
+            text = f"was called for the process set of ranks {self.ranks}, which "
+            raise ValueError(
+                f"this {text}is not registered: pass it to hvd.init or hvd.add_process_set before."
+                if self.process_set_id is None
+                else f"this {text}rank {global_process_set.rank()} is not in: call it on these ranks only."
+            )
         return self._queue
 
     def __str__(self) -> str:
@@ -68,20 +71,9 @@ class ProcessSet:
 
 global_process_set = ProcessSet([])
 """The process set of all ranks."""
-_registered: list[ProcessSet] = [global_process_set]
-
-
-def open_global(communicator: Communicator) -> None:
-    """Register the process set of all ranks."""
-    global_process_set.ranks = list(range(communicator.world_size))
-    global_process_set.open(0, communicator)
-
-
-def close_all() -> None:
-    """Close all process sets."""
-    for process_set in _registered:
-        process_set.close()
-    _registered[:] = [global_process_set]
+registered: dict[tuple[int, ...], ProcessSet] = {}
+"""The other process sets, by their ranks."""
+_numbers = itertools.count(1)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -91,17 +83,16 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         ValueError: there is no such rank, or a process set of these ranks.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    queue, ranks = global_process_set.queue(), added.ranks
-    others = sorted(set(global_process_set.ranks) - set(ranks))
-    if not ranks or len(ranks) + len(others) != len(global_process_set.ranks):
-        last = queue.communicator.world_size - 1
-        raise ValueError(f"the ranks of a process set must be different ones of 0 to {last}, but are {ranks}.")
-    if any(known.ranks == ranks and known.process_set_id is not None for known in _registered):
+    queue, ranks, every = global_process_set.queue(), added.ranks, global_process_set.ranks
+    others = sorted(set(every) - set(ranks))
+    if not ranks or len(ranks) + len(others) != len(every):
+        raise ValueError(f"the ranks of a process set must be different ones of 0 to {every[-1]}, but are {ranks}.")
+    if not others or tuple(ranks) in registered:
         raise ValueError(f"there is a process set of ranks {ranks} already: use it.")
     name = f"add_process_set {ranks}"
-    communicator = queue.call(name, (name,), lambda every: every.part([ranks, others]))
-    added.open(len(_registered), communicator if queue.communicator.rank in ranks else None)
-    _registered.append(added)
+    communicator = queue.call(name, (name,), lambda world: world.part([ranks, others]))
+    added.open(next(_numbers), communicator if queue.communicator.rank in ranks else None)
+    registered[tuple(ranks)] = added
     return added
 
 
@@ -110,5 +101,5 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not process_set.process_set_id:
         return False
     name = f"remove_process_set {process_set.ranks}"
-    global_process_set.queue().call(name, (name,), lambda every: process_set.close())
+    global_process_set.queue().call(name, (name,), lambda world: registered.pop(tuple(process_set.ranks)).close())
     return True

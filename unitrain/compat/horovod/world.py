@@ -14,43 +14,39 @@ import unitrain
 from unitrain import rng
 from unitrain.communication.backend import load_backend
 from unitrain.compat.horovod import modules
-from unitrain.compat.horovod.process_sets import (
-    NOT_INITIALIZED,
-    ProcessSet,
-    add_process_set,
-    close_all,
-    global_process_set,
-    open_global,
-)
+from unitrain.compat.horovod import process_sets as sets
 from unitrain.errors import ConfigError, UsageError
 from unitrain.job.job import current
 from unitrain.launch.detect import detect
 from unitrain.settings import resolve_strategy
 from unitrain.strategy import Strategy
 
+__all__ = [
+    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown", "size", "start_timeline",
+    "stop_timeline", "strategy",
+]  # fmt: skip
+_TIMELINE = "no timeline is recorded here: use torch.profiler"
 _REFUSED = {
     "HOROVOD_AUTOTUNE": "there is no cycle time and no fusion threshold to tune here: unset it",
-    "HOROVOD_TIMELINE": "no timeline is recorded here: unset it, and use torch.profiler",
+    "HOROVOD_TIMELINE": f"{_TIMELINE}, and unset it",
 }
 
 
-class _Place(NamedTuple):
-    """The place of this process among the hosts."""
+class _World(NamedTuple):
+    """The strategy, and the place of this process among the hosts."""
 
+    strategy: Strategy
     cross_rank: int
     cross_size: int
     homogeneous: bool
 
 
-class _World(NamedTuple):
-    strategy: Strategy
-    place: _Place
-
-
 _world: _World | None = None
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:
     """Join the other processes, unless this has been done. Collective.
 
     The settings of ``unitrain.init`` are read from the environment. With backend auto, that is ddp if there are other
@@ -86,20 +82,16 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         deterministic = config.deterministic or torch.are_deterministic_algorithms_enabled()
         strategy = unitrain.init(backend=backend, deterministic=deterministic)
     rng.restore(states)
-    _world = _World(strategy, _place(strategy))
-    open_global(strategy.communicator)
-    atexit.register(shutdown)
-    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-        add_process_set(process_set)
-
-
-def _place(strategy: Strategy) -> _Place:
-    """Return the place of this process among the hosts. Collective."""
     job, launch = current(), strategy.launch
-    assert job is not None
-    every = strategy.communicator.all_gather_data((job.node_rank, launch.local_rank, launch.local_world_size))
-    peers = [node for node, local, _ in every if local == launch.local_rank]
-    return _Place(sorted(peers).index(job.node_rank), len(peers), len({size for *_, size in every}) == 1)
+    assert job is not None  # the strategy's
+    places = strategy.communicator.all_gather_data((job.node_rank, launch.local_rank, launch.local_world_size))
+    peers = sorted(node for node, local, _ in places if local == launch.local_rank)
+    _world = _World(strategy, peers.index(job.node_rank), len(peers), len({size for *_, size in places}) == 1)
+    sets.global_process_set.ranks = list(range(strategy.world_size))
+    sets.global_process_set.open(0, strategy.communicator)
+    atexit.register(shutdown)
+    for process_set in [] if process_sets is None or isinstance(process_sets, str) else process_sets:
+        sets.add_process_set(process_set)
 
 
 def shutdown() -> None:
@@ -111,8 +103,10 @@ def shutdown() -> None:
     strategy, _world = _world.strategy, None
     atexit.unregister(shutdown)
     if not job.failed and not job.ended:
-        global_process_set.queue().end()
-    close_all()
+        sets.global_process_set.queue().end()
+    for process_set in (sets.global_process_set, *sets.registered.values()):
+        process_set.close()
+    sets.registered.clear()
     strategy.close()
 
 
@@ -123,7 +117,7 @@ def is_initialized() -> bool:
 
 def _joined() -> _World:
     if _world is None:
-        raise ValueError(NOT_INITIALIZED)
+        raise ValueError(sets.NOT_INITIALIZED)
     return _world
 
 
@@ -154,17 +148,17 @@ def local_size() -> int:
 
 def cross_rank() -> int:
     """Return the rank of this process's host among those that have a process of this local rank."""
-    return _joined().place.cross_rank
+    return _joined().cross_rank
 
 
 def cross_size() -> int:
     """Return the number of hosts that have a process of this local rank."""
-    return _joined().place.cross_size
+    return _joined().cross_size
 
 
 def is_homogeneous() -> bool:
     """Return whether all hosts have the same number of processes."""
-    return _joined().place.homogeneous
+    return _joined().homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
@@ -173,7 +167,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
     Raises:
         UsageError: always.
     """
-    raise UsageError(f"hvd.start_timeline is not supported: {_REFUSED['HOROVOD_TIMELINE']}.")
+    raise UsageError(f"hvd.start_timeline is not supported: {_TIMELINE}.")
 
 
 def stop_timeline() -> None:
