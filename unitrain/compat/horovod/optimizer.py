@@ -8,6 +8,7 @@ the ranks meet in the queue of the other operations: they find out there if one 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -52,16 +53,18 @@ class _Bucket:
 
     def launch(self, optimizer: Distributed, joined: bool) -> None:
         """Start to reduce the gradients, with zeros for those that this rank does not have."""
-        ranks, compression, before = optimizer.communicator, optimizer.compression, optimizer.gradient_predivide_factor
-        after = before / ranks.world_size if optimizer.op == Average else 1
+        ranks, compression = optimizer.communicator, optimizer.compression
         gradients = [torch.zeros_like(p) if p.grad is None or joined else p.grad.to_dense() for p in self.parameters]
         sent, contexts = zip(*map(compression.compress, gradients), strict=True)
         flat = sent[0].new_empty(self._ends[-1])  # a new one: the script may keep gradients of the last step
         places = zip(self.parameters, self._strides, self._ends, strict=False)
         views = [flat.as_strided(p.size(), stride, offset) for p, stride, offset in places]
-        torch._foreach_copy_(views, sent)
-        if before != 1:
-            flat.mul_(1 / before)
+        before = 1 / optimizer.gradient_predivide_factor
+        after = 1 / before / (ranks.world_size if optimizer.op == Average else 1)
+        if math.frexp(after)[0] == 0.5 and flat.dtype in (torch.float32, torch.float64):
+            before, after = before * after, 1.0  # a power of two gives the same result before the sum, without a pass
+        for view, tensor in zip(views, sent, strict=True):
+            torch.mul(tensor, before, out=view)
         wire = flat.to(ranks.device)
         wait = ranks.collectives.all_reduce_async(wire, _OPS[optimizer.op], self.name)
 
