@@ -10,7 +10,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,13 @@ __all__ = [
     "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async",
     "synchronize",
 ]  # fmt: skip
-P = ParamSpec("P")
-Average, Sum, Adasum, Min, Max, Product = range(len(operations.OPS))
+# As in operations.OPS.
+Average: int = 0
+Sum: int = 1
+Adasum: int = 2
+Min: int = 3
+Max: int = 4
+Product: int = 5
 _NONE = Compression.none
 _submitted: dict[int, tuple[Queue, Operation]] = {}
 _handles = itertools.count()
@@ -50,10 +55,10 @@ def _name(process_set: ProcessSet, verb: str, tensors: Any, name: str | None) ->
     return process_set.queue().name(verb) if name is None else f"{verb}.{name}"
 
 
-def _grouped(function: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Sequence[Tensor], P], Any]:
+def _grouped(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of several ``tensors``, given one that takes a ``tensor``, or several."""
 
-    def grouped(tensors: Sequence[Tensor], *args: P.args, **kwargs: P.kwargs) -> Any:
+    def grouped(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         return function(list(tensors), *args, **kwargs)
 
     signature = inspect.signature(function)
@@ -61,17 +66,17 @@ def _grouped(function: Callable[Concatenate[Any, P], Any]) -> Callable[Concatena
     grouped.__signature__ = signature.replace(parameters=[first.replace(name="tensors"), *others])  # type: ignore[attr-defined]
     grouped.__name__ = f"grouped_{function.__name__}"
     grouped.__doc__ = f"As ``{function.__name__}``, with several tensors."
-    return grouped  # type: ignore[return-value]  # its first argument may also be passed by name
+    return grouped
 
 
-def _waited(function: Callable[P, int]) -> Callable[P, Any]:
+def _waited(function: Callable[..., int]) -> Callable[..., Any]:
     """Return a function that waits for the operation that another one submits, and returns its result."""
 
     @wraps(function)
-    def waited(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def waited(*args: Any, **kwargs: Any) -> Any:
         return synchronize(function(*args, **kwargs))
 
-    waited.__name__ = function.__name__.replace("_async", "")
+    waited.__name__ = function.__name__.replace("async_", "")
     waited.__doc__ = f"As ``{function.__name__}``, but wait, and return the tensor."
     return waited
 
@@ -179,21 +184,26 @@ def allreduce_async_(
     return _submit(process_set, operations.reduction("allreduce", name, tensor, tensor, *scaling))
 
 
-allreduce_ = _waited(allreduce_async_)
-grouped_allreduce, grouped_allreduce_async = _grouped(allreduce), _grouped(allreduce_async)
-grouped_allreduce_, grouped_allreduce_async_ = _grouped(allreduce_), _grouped(allreduce_async_)
+allreduce_: Callable[..., Tensor] = _waited(allreduce_async_)
+grouped_allreduce: Callable[..., list[Tensor]] = _grouped(allreduce)
+grouped_allreduce_: Callable[..., tuple[Tensor, ...]] = _grouped(allreduce_)
+grouped_allreduce_async: Callable[..., int] = _grouped(allreduce_async)
+grouped_allreduce_async_: Callable[..., int] = _grouped(allreduce_async_)
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
     """Submit a mean or sum of sparse tensors, and return a function that waits and returns it, not coalesced."""
-    indices = allgather_async(tensor._indices().T.contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(tensor._values().contiguous(), f"{name}.values", process_set)
+    tensor = tensor.coalesce()
+    indices = allgather_async(tensor.indices().T.contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(tensor.values().contiguous(), f"{name}.values", process_set)
 
     def wait() -> Tensor:
         divisor = len(process_set.ranks) if op == Average else 1
-        return torch.sparse_coo_tensor(synchronize(indices).T, synchronize(values) / divisor, tensor.shape)
+        return torch.sparse_coo_tensor(
+            synchronize(indices).T, synchronize(values) / divisor, tensor.shape, check_invariants=False
+        )
 
     return wait
 
@@ -219,7 +229,8 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     return _submit(process_set, operations.gathering(_name(process_set, "allgather", tensor, name), tensor))
 
 
-grouped_allgather, grouped_allgather_async = _grouped(allgather), _grouped(allgather_async)
+grouped_allgather: Callable[..., list[Tensor]] = _grouped(allgather)
+grouped_allgather_async: Callable[..., int] = _grouped(allgather_async)
 
 
 def alltoall(
@@ -285,7 +296,7 @@ def broadcast_async_(
     return _broadcast(tensor, tensor, root_rank, name, process_set)
 
 
-broadcast_ = _waited(broadcast_async_)
+broadcast_: Callable[..., Tensor] = _waited(broadcast_async_)
 
 
 def _broadcast(tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
@@ -323,7 +334,8 @@ def reducescatter_async(
     return _submit(process_set, operations.reduction("reducescatter", name, tensor, (), op, *factors))
 
 
-grouped_reducescatter, grouped_reducescatter_async = _grouped(reducescatter), _grouped(reducescatter_async)
+grouped_reducescatter: Callable[..., list[Tensor]] = _grouped(reducescatter)
+grouped_reducescatter_async: Callable[..., int] = _grouped(reducescatter_async)
 
 # --------------------------------------------------------------------------------------------------------- handles
 

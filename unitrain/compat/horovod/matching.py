@@ -26,7 +26,7 @@ Sizes = Sequence[Sequence[int]]
 Start = Callable[[Communicator, str, Sequence[Tensor], Sequence[Tensor], Sizes], Callable[[], Sequence[Any]]]
 _FUSED_BYTES = 2**24  # larger tensors are not worth a copy
 _WAITS, _POLLS, _JOINED, _ENDS = range(4)  # why a rank takes part in a round
-_WAITS_FOR_NOTHING = {_JOINED: "nothing, after hvd.join", _ENDS: "nothing, after hvd.shutdown, or at its end"}
+_WAITS_FOR_NOTHING = {_JOINED: "nothing, as it has joined", _ENDS: "nothing, as it has shut down or ended"}
 
 
 class HorovodInternalError(CommunicationError, RuntimeError):

@@ -69,7 +69,7 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-global_process_set = ProcessSet([])
+global_process_set: ProcessSet = ProcessSet([])
 """The process set of all ranks."""
 registered: dict[tuple[int, ...], ProcessSet] = {}
 """The other process sets, by their ranks."""
