@@ -188,7 +188,7 @@ class Backend(ABC):
         raise NotImplementedError
 
     def twin(self) -> Backend:
-        """Return a backend of the same ranks that orders its calls without regard to those of this one. Collective.
+        """Return a backend of the same ranks with an order of calls that this one's don't affect. Collective.
 
         A library that matches calls by name needs no other one.
         """

@@ -68,7 +68,7 @@ class Communicator:
         return self if len(groups) == 1 else self._part(groups)
 
     def twin(self) -> Communicator:
-        """Return a communicator of the same ranks, with calls in an order of their own. Collective.
+        """Return a communicator of the same ranks, with calls in another order. Collective.
 
         So a thread can make calls with it while another makes calls with this one.
         """

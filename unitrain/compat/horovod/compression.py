@@ -1,4 +1,4 @@
-"""Compression of what is reduced."""
+"""Compression of tensors on their way."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what is reduced instead of a tensor, and what ``decompress`` needs besides."""
+        """Return the tensor to send for one, and an argument for ``decompress``."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the result for what was reduced, and what ``compress`` has returned with it."""
+        """Return a result in its original form, given the argument that ``compress`` has returned."""
         return tensor
 
 

@@ -1,10 +1,10 @@
 """Elastic training: state that is committed, and comes back when the job is started again.
 
 UniTrain ends all ranks when one fails, and the job is started again, with as many ranks as there are then: by
-``unitrain run --max-restarts``, torchrun, horovodrun's elastic driver, or a scheduler. So a process never goes on by
+``unitrain run --max-restarts``, torchrun, horovodrun's elastic driver, or a scheduler. So a process never continues by
 itself in another world, as with Horovod. With the variable ``UNITRAIN_ELASTIC_FOLDER``, a checkpoint is open while the
 function runs that ``run`` has wrapped, and each commit is a boundary of it: copies in memory are made there, signals
-stop there, and the next start goes on from there.
+stop there, and the next start continues from there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call what is to be called when the job continues."""
+        """Call the functions for when the job continues."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
@@ -67,6 +67,7 @@ class State:
     def check_host_updates(self) -> None:
         """Pass a boundary of the run, where it is copied, saved and stopped. Collective."""
         if self._checkpoint is not None:
+            # Copies in memory are made by the number of steps.
             strategy().communicator.collectives.pulse.step += 1
             with self._checkpoint.round():
                 pass
@@ -110,7 +111,7 @@ ObjectState = State
 
 
 class TorchState(State):
-    """The state of a model, an optimizer, and more of what a script trains with.
+    """The state of a model, an optimizer and other objects.
 
     Args:
         model: the model, if any.
@@ -157,7 +158,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is not processed yet among the present ranks."""
+        """Divide the samples that are left among the present ranks."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -187,6 +188,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
             objects = {**state.with_state(), "attributes": state}
             state._checkpoint = checkpoint = strategy().checkpoint(folder, partial=True, **objects)
             if checkpoint.resume():
+                # As after one of Horovod's resets: another number of ranks may need another learning rate.
                 state.save()
                 state.on_reset()
         else:
@@ -197,6 +199,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
         state.sync()
         result = func(state, *args, **kwargs)
         if state._checkpoint is not None:
+            # Started once more, the function returns at once.
             checkpoint.save()
             checkpoint.close()
             state._checkpoint = None

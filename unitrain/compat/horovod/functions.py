@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def broadcast_parameters(params: dict[str, Tensor] | list[Any], root_rank: int) -> None:
-    """Overwrite tensors with those of a rank, in place. Collective.
+    """Overwrite tensors with a rank's, in place. Collective.
 
     Args:
         params: a state dict, a list of tensors, or a list of pairs of a name and a tensor.
@@ -59,7 +59,7 @@ def check_same(communicator: Communicator, caller: str, named: Sequence[tuple[st
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
-    """Overwrite the state and the options of an optimizer with those of a rank. Collective.
+    """Overwrite the state and the options of an optimizer with a rank's. Collective.
 
     An optimizer that has no state yet makes a step with gradients of zero before, as with Horovod: such gradients stay,
     Adam has counted a step, and weight decay has changed the weights. If only other ranks than the root have none, it
@@ -71,7 +71,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
         model: the model, if it has embeddings with sparse gradients.
 
     Raises:
-        ValueError: it is L-BFGS, of which the state does not consist of one dict for each parameter.
+        ValueError: it is L-BFGS: its state is not one dict for each parameter.
     """
     if isinstance(optimizer, LBFGS):
         raise ValueError("the state of torch.optim.LBFGS can't be broadcast: it begins anew on all ranks.")
@@ -79,6 +79,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
     def send(communicator: Communicator) -> None:
         if communicator.broadcast_data(not optimizer.state, root_rank) and not optimizer.state:
             _step_without_gradients(optimizer, model)
+        # Tensors go straight into their places, in small buffers.
         groups, state = optimizer.param_groups, optimizer.state_dict()
         form = communicator.broadcast_object(outline(state), root_rank)
         SentState(communicator, form, state, root_rank).load_into(optimizer)

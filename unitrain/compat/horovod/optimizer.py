@@ -31,7 +31,7 @@ from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import in_buckets
 
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
-_BUCKET_BYTES = 25 * 2**20  # as those of the core
+_BUCKET_BYTES = 25 * 2**20  # as in the core
 _OPS = {Average: "sum", Sum: "sum", Min: "min", Max: "max"}
 _of_all_ranks: WeakValueDictionary[str, Distributed] = WeakValueDictionary()
 
@@ -48,7 +48,7 @@ class _Bucket:
     def __init__(self, parameters: list[Parameter], name: str) -> None:
         self.parameters, self.name, self.missing = parameters, name, len(parameters)
         self._ends = torch.tensor([0, *(p.numel() for p in parameters)]).cumsum(0).tolist()
-        # With those of the parameters (channels_last, say), which optimizers' fast paths need.
+        # As the parameters have them (channels_last, say), which optimizers' fast paths need.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
 
     def launch(self, optimizer: Distributed, joined: bool) -> None:
@@ -59,12 +59,12 @@ class _Bucket:
         flat = sent[0].new_empty(self._ends[-1])  # a new one: the script may keep gradients of the last step
         places = zip(self.parameters, self._strides, self._ends, strict=False)
         views = [flat.as_strided(p.size(), stride, offset) for p, stride, offset in places]
-        before = 1 / optimizer.gradient_predivide_factor
-        after = 1 / before / (ranks.world_size if optimizer.op == Average else 1)
+        factor = 1 / optimizer.gradient_predivide_factor  # before the sum, and after it
+        after = 1 / factor / (ranks.world_size if optimizer.op == Average else 1)
         if math.frexp(after)[0] == 0.5 and flat.dtype in (torch.float32, torch.float64):
-            before, after = before * after, 1.0  # a power of two gives the same result before the sum, without a pass
+            factor, after = factor * after, 1.0  # a power of two gives the same result before the sum, without a pass
         for view, tensor in zip(views, sent, strict=True):
-            torch.mul(tensor, before, out=view)
+            torch.mul(tensor, factor, out=view)
         wire = flat.to(ranks.device)
         wait = ranks.collectives.all_reduce_async(wire, _OPS[optimizer.op], self.name)
 
@@ -99,7 +99,7 @@ class Distributed(Optimizer):
         self._bucket_of: dict[Parameter, _Bucket] = {}
         self._next = self._layouts = 0
         self._synchronized = self._skips = False
-        self._reduces = False  # other ranks than those of the process set train alone
+        self._reduces = False  # ranks that are not in the process set train alone
         if process_set.included() is not False:
             queue = process_set.queue()  # ValueError unless it is registered
             self._name = queue.name("DistributedOptimizer")
@@ -200,7 +200,7 @@ class Distributed(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Context manager in which ``step`` takes the gradients as they are, after ``synchronize``."""
+        """Context manager that lets ``step`` take the gradients as they are, after ``synchronize``."""
         self._skips = True
         try:
             yield
@@ -278,7 +278,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         optimizer: the optimizer.
         named_parameters: the names of all parameters, for messages: ``model.named_parameters()``.
         compression: changes gradients before they are sent, and back. It must keep their shapes.
-        backward_passes_per_step: the number of backwards before each step, of which the gradients are added up.
+        backward_passes_per_step: the number of backwards before each step; their gradients are added up.
         op: Average, Sum, Min or Max.
         gradient_predivide_factor: a part of the size that Average divides by before the sum, and not after it.
         num_groups: has no effect.

@@ -28,11 +28,13 @@ class SyncBatchNorm(GlobalBatchNorm):
         self._check_input_dim(input)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         rows, shape = [d for d in range(x.dim()) if d != 1], [1, -1] + [1] * (x.dim() - 2)
+        # Its gradients, too, come from all ranks: allreduce is differentiable.
         sums = torch.cat([x.sum(rows), x.new_full([1], x.numel() // self.num_features)])
         sums = allreduce(sums, name="sync_batch_norm.sums", op=Sum)
         total = sums[-1].detach()
         mean = sums[:-1] / total
         centred = x - mean.view(shape)
+        # In a second pass, since the squares of values far from 0 would lose digits.
         variance = allreduce(centred.square().sum(rows), name="sync_batch_norm.squares", op=Sum) / total
         if self.training and self.running_mean is not None:
             self._update_running(mean.detach(), variance.detach() * (total / (total - 1)))
