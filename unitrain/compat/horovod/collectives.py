@@ -104,7 +104,7 @@ def _differentiable(
     Args:
         tensors: the tensor or tensors.
         submit: submits it, given what they are compressed to.
-        back: returns the gradients of these, given those of the results.
+        back: returns the gradients of these, given the gradients of the results.
         compression: compresses them, and decompresses the results.
     """
     single = isinstance(tensors, Tensor)

@@ -69,7 +69,7 @@ class Operation:
 
     @property
     def fusion(self) -> object:
-        """What is equal for operations that are started together."""
+        """The key that operations share if they may be started together."""
         fuses = self.fuses and sum(tensor.nbytes for tensor in self.tensors) < _FUSED_BYTES
         return (self.form[0], *self.form[2:]) if fuses else self.name
 
@@ -147,12 +147,12 @@ class Queue:
         return self._last_joined
 
     def end(self) -> None:
-        """Return when all ranks end. What a rank still waits for fails there."""
+        """Return when all ranks end. Operations that a rank still waits for fail there."""
         while not self._round(_ENDS):
             pass
 
     def _round(self, state: int) -> bool:
-        """Start what all ranks have submitted. Return whether all have joined, or all end. Collective.
+        """Start the operations that all ranks have submitted. Return whether all have joined, or all end. Collective.
 
         Raises:
             HorovodInternalError: this rank has joined, and another one will not.

@@ -1,4 +1,4 @@
-"""What the operations do, on the three collectives of a backend.
+"""The operations, on the three collectives of a backend.
 
 Allgather and alltoall gather what all ranks send, padded to the longest. Reducescatter reduces all rows and keeps its
 own. A product gathers, and multiplies. So they move more bytes than a library's own would.
@@ -116,10 +116,10 @@ def _start_reduction(
 
 
 def _start_flat(
-    communicator: Communicator, label: str, buffer: Tensor, op: str, before: float, after: float
+    communicator: Communicator, label: str, buffer: Tensor, op: str, prescale: float, postscale: float
 ) -> Callable[[], None]:
     collectives, world = communicator.collectives, communicator.world_size
-    _scale(buffer, before)
+    _scale(buffer, prescale)
     wait: Callable[[], Tensor | None] = lambda: None  # noqa: E731
     if buffer.numel() and op == "Product":
         wait = collectives.all_gather_async(as_bytes(buffer), label)
@@ -130,7 +130,7 @@ def _start_flat(
         gathered = wait()
         if gathered is not None:
             buffer.copy_(gathered.view(buffer.dtype).view(world, -1).prod(0, dtype=buffer.dtype))
-        _scale(buffer, after / world if op == "Average" else after)
+        _scale(buffer, postscale / world if op == "Average" else postscale)
 
     return finish
 

@@ -95,7 +95,7 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
 
 
 def shutdown() -> None:
-    """Leave the job, when all ranks do. What a rank still waits for fails there."""
+    """Leave the job, when all ranks do. Operations that a rank still waits for fail there."""
     global _world
     job = current()
     if _world is None or job is None:  # a forked child: the job is its parent's
@@ -175,7 +175,7 @@ def stop_timeline() -> None:
 
 
 def mpi_built() -> bool:
-    """Return False: the ranks communicate through torch.distributed, or through what the backend uses."""
+    """Return False: the ranks communicate through the library of the backend."""
     return False
 
 
