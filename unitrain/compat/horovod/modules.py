@@ -28,6 +28,7 @@ def install() -> None:
     _installed.update({f"horovod.{name}": import_module(module) for name, module in _MODULES.items()})
     for name in ("horovod", "horovod.common"):
         _installed[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
+        _installed[name].__file__ = __file__  # as None, it makes inspect fail, when torch imports torch._dynamo
     package, common = _installed["horovod.torch"], _installed["horovod.common"]
     _installed["horovod"].__dict__.update(torch=package, common=common, __version__="0.28.1")
     common.__dict__.update(exceptions=package, process_sets=package)
