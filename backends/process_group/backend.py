@@ -76,6 +76,7 @@ class ProcessGroupBackend(Backend):
         # A process group that the script has made is used, and is not destroyed.
         self._adopted = dist.is_initialized()
         self._parts: list[ProcessGroupBackend] = []
+        self._twin: ProcessGroupBackend | None = None
 
     def start(self) -> tuple[int, int]:
         """Initialise the default process group, or use the script's, and make a group for the core. Collective.
@@ -231,16 +232,29 @@ class ProcessGroupBackend(Backend):
         return partial(_wait, dist.broadcast(tensor, group_src=src, group=self._group, async_op=True))
 
     def part(self, groups: Sequence[Sequence[int]]) -> Backend:
-        """Make a process group of each of the groups. Collective."""
-        part = copy.copy(self)
+        """Make a process group of each of the groups, and another for its twin. Collective."""
+        part, twin = copy.copy(self), copy.copy(self)
         for ranks in groups:
-            group = dist.new_group([*ranks], timeout=self.timeout)
-            if self.rank in ranks:
-                part.rank, part.world_size = ranks.index(self.rank), len(ranks)
-                assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-                part._group = group
-        self._parts.append(part)
+            for backend in (part, twin):
+                group = dist.new_group([*ranks], timeout=self.timeout)
+                if self.rank in ranks:
+                    backend.rank, backend.world_size = ranks.index(self.rank), len(ranks)
+                    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+                    backend._group = group
+        part._twin = twin
+        self._parts += [part, twin]
         return part
+
+    def twin(self) -> Backend:
+        """Make another process group of all ranks. A part's was made with it, as torch numbers groups on all ranks."""
+        if self._twin is not None:
+            return self._twin
+        twin = copy.copy(self)
+        group = dist.new_group(timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        twin._group = group
+        self._parts.append(twin)
+        return twin
 
 
 def _serves(library: str | None, kind: str) -> bool:

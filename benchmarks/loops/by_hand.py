@@ -127,3 +127,8 @@ def _clipping(model: nn.Module, optimizer: Optimizer, task: Task, clip_norm: flo
 def horovod() -> Any:
     """Return Horovod. The import is dynamic because a test allows only the backend to import it by name."""
     return import_module("horovod.torch")
+
+
+def compatible() -> Any:
+    """Return UniTrain's module with Horovod's API."""
+    return import_module("unitrain.compat.horovod")

@@ -83,12 +83,21 @@ def transformer(rank: int, layers: int, width: int, rows: int, length: int) -> T
     return TextTask(make, inputs, targets)
 
 
+def resnet18_shapes() -> list[Shape]:
+    """Return the shapes of ResNet-18's 62 parameters: 47 MB."""
+    return _shapes("resnet18")
+
+
 def resnet50_shapes() -> list[Shape]:
     """Return the shapes of ResNet-50's 161 parameters: 102 MB."""
-    from torchvision.models import resnet50
+    return _shapes("resnet50")
+
+
+def _shapes(name: str) -> list[Shape]:
+    from torchvision.models import get_model
 
     with torch.device("meta"):
-        return [tuple(p.shape) for p in resnet50().parameters()]
+        return [tuple(p.shape) for p in get_model(name, weights=None).parameters()]
 
 
 def transformer_shapes() -> list[Shape]:

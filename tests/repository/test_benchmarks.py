@@ -57,6 +57,12 @@ def averaging(found: dict[str, Any]) -> None:
 
 
 @check
+def horovod_scripts(found: dict[str, Any]) -> None:
+    for case in found["cases"]:
+        assert [way["weights_bit_equal"] for way in case["ways"].values()] == [True] * 3
+
+
+@check
 def sharded_optimizer(found: dict[str, Any]) -> None:
     for (launcher, _), ways in found["worlds"]:
         for kind in ("AdamW", "Muon"):

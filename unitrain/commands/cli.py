@@ -23,12 +23,18 @@ _COMMANDS = {
     "checkpoint": "show what is in a checkpoint, or write the whole weights in it to one file",
     "conform": "test a backend, such as a plug-in: run the tests that every backend must pass (needs pytest)",
     "doctor": "show what this machine has for distributed training, and the command that adds what is missing",
+    "horovod": "run a script written for Horovod on UniTrain's backends, started by any launcher",
     "install-horovod": "build Horovod against the installed torch, install it, and test it on two processes",
     "run": "run a command, forward signals to its ranks so that they stop with a checkpoint, and restart it on failure",
     "verify": "train with every launcher and backend found here, and compare each with a plain loop on one device",
 }
 """What each command of the core does. Features add others, in modules ``command``."""
-_MODULES = {"doctor": "doctor.command", "install-horovod": "horovod.install", "verify": "verify.command"}
+_MODULES = {
+    "doctor": "doctor.command",
+    "horovod": "horovod.script",
+    "install-horovod": "horovod.install",
+    "verify": "verify.command",
+}
 """Where a command's module in ``unitrain.commands`` does not have its name."""
 
 

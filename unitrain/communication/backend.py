@@ -185,6 +185,13 @@ class Backend(ABC):
             "use ddp, fsdp or horovod."
         )
 
+    def twin(self) -> Backend:
+        """Return a backend of the same ranks with an order of calls that this one's don't affect. Collective.
+
+        A library that matches calls by name needs no other one.
+        """
+        return self
+
     def watch_hosts(self, changed: Callable[[], None]) -> None:
         """Have a function called, in any thread and on any rank, when the launcher has other hosts for the job.
 

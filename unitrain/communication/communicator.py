@@ -62,12 +62,21 @@ class Communicator:
         Args:
             groups: disjoint, each in ascending order. Together they have all ranks of the job.
         """
-        if len(groups) == 1:
-            return self
-        backend, peers, key = self._made_of
-        part = Communicator(backend.part(groups), peers=peers, key=key)
-        part.collectives.whole = self.collectives
-        return part
+        return self if len(groups) == 1 else self._beside(self._made_of[0].part(groups))
+
+    def twin(self) -> Communicator:
+        """Return a communicator of the same ranks, with calls in another order. Collective.
+
+        So a thread can make calls with it while another makes calls with this one.
+        """
+        return self._beside(self._made_of[0].twin())
+
+    def _beside(self, backend: Backend) -> Communicator:
+        """Return a communicator that ends with this one."""
+        _, peers, key = self._made_of
+        communicator = Communicator(backend, peers=peers, key=key)
+        communicator.collectives.whole = self.collectives.whole or self.collectives
+        return communicator
 
     def warn(self, message: str) -> None:
         """Issue a UserWarning on rank 0 that shows the line of the script that is being run. Not collective."""

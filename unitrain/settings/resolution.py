@@ -31,6 +31,7 @@ OTHER_VARIABLES = {
     "UNITRAIN_JOB_SECRET": "proves to the other ranks that a process belongs to the job",
     "UNITRAIN_FAULT": "makes a rank fail, for tests",
     "UNITRAIN_CACHE": "folder for what UniTrain builds and keeps",
+    "UNITRAIN_ELASTIC_FOLDER": "folder for what scripts for Horovod commit",
 }
 """The UNITRAIN_ variables that are not settings, and their purpose."""
 

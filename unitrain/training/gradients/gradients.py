@@ -121,7 +121,7 @@ class GradientReducer:
         self.overlap: bool = True
         # Of 25 MiB by default, as DDP's: smaller ones cost calls, larger ones are complete later.
         self._buckets = [
-            _Bucket(group, f"{name}.{i}") for i, group in enumerate(_group(parameters, int(bucket_mb * 2**20)))
+            _Bucket(group, f"{name}.{i}") for i, group in enumerate(in_buckets(parameters, int(bucket_mb * 2**20)))
         ]
         self.parameters: frozenset[Parameter] = frozenset(parameters)
         self._next = 0
@@ -182,7 +182,7 @@ class GradientReducer:
             hook.remove()
 
 
-def _group(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[Parameter]]:
+def in_buckets(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[Parameter]]:
     """Group the parameters, last first, into buckets of one dtype and device of about ``cap_bytes`` each.
 
     Backward computes the gradients of the last layers first, so the first bucket is complete early. A parameter larger
