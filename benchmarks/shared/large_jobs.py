@@ -119,7 +119,8 @@ def stop(ranks: int, folder: Path) -> Action:
 def run_part(ranks: int) -> RunPart:
     """Return the part of a checkpoint that has the random number generators of each rank."""
     step: Any = SimpleNamespace(global_step=7)
-    return RunPart(communicator_of(ranks), step, States(), dict, {}, 0, lambda: None)
+    ranks_of = communicator_of(ranks)
+    return RunPart(ranks_of, ranks_of, step, States(), dict, {}, 0, lambda: None)
 
 
 def generators(ranks: int, folder: Path) -> Action:

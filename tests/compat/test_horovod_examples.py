@@ -51,7 +51,7 @@ def assert_same_result(name: str, folder: Path, nprocs: int, *flags: str) -> Non
     ("start", "name"),
     [
         ("torchrun", "mnist"),
-        *(pytest.param("torchrun", name, marks=OTHER) for name in ("synthetic", "imagenet", "elastic")),
+        *(pytest.param("torchrun", name, marks=OTHER) for name in ("synthetic", "imagenet", "elastic_mnist")),
         *(pytest.param(start, "mnist", marks=OTHER) for start in ("python", "mpirun", "horovodrun", "real")),
         pytest.param("srun", "mnist", marks=pytest.mark.soak),
     ],
@@ -81,10 +81,10 @@ def test_an_example_trains_the_weights_of_horovod(
 def test_what_an_elastic_script_has_committed_survives_a_restart(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["unitrain", "run", "--max-restarts", "1", "--", *STARTS["torchrun"], str(EXAMPLES / "elastic.py")]
+    command = ["unitrain", "run", "--max-restarts", "1", "--", *STARTS["torchrun"], str(EXAMPLES / "elastic_mnist.py")]
     environ = {"UNITRAIN_ELASTIC_FOLDER": "committed"}
     job = run_job([*command, "--lose-a-rank"], tmp_path, environ=environ)
     assert (job.code, job.left) == (0, ()), job.output
     assert (tmp_path / "lost").exists()
     monkeypatch.chdir(tmp_path_factory.mktemp("horovod"))
-    assert_same_result("elastic", tmp_path, 2)
+    assert_same_result("elastic_mnist", tmp_path, 2)

@@ -134,10 +134,23 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     Attributes:
         epoch: the epoch, which the order follows from.
         processed_num: the number of samples of this epoch that all ranks have processed.
+        num_replicas: the number of ranks.
+        rank: the rank of this process.
+        remaining_indices: the samples that are not processed.
+        num_samples: how many each rank gets.
     """
 
+    epoch: int
+    processed_num: int
+    num_replicas: int
+    rank: int
+    remaining_indices: list[int]
+    num_samples: int
+
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.dataset: Sized = dataset
+        self.shuffle: bool = shuffle
+        self.seed: int = seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:

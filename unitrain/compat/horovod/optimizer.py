@@ -83,6 +83,14 @@ class _Bucket:
 class Distributed(Optimizer):
     """What ``DistributedOptimizer`` adds to the class of an optimizer. Its arguments are attributes."""
 
+    backward_passes_per_step: int
+    op: int
+    gradient_predivide_factor: float
+    process_set: ProcessSet
+    sparse_as_dense: bool
+    compression: type[Compressor]
+    communicator: Communicator
+
     def distribute(
         self, names: dict[Parameter, str], compression: type[Compressor], passes: int, op: int, factor: float,
         sparse_as_dense: bool, process_set: ProcessSet,
