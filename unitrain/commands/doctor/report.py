@@ -1,4 +1,4 @@
-"""``unitrain doctor --report``: what a bug report needs, as Markdown, without personal details."""
+"""``unitrain doctor --report``: a description of the job for a bug report, without personal details."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PERSONAL = {
 
 
 def probes_of_report(config: str | None) -> dict[str, Callable[[], str]]:
-    """Return probes of what only a report has: the system, the place in the job, settings and variables.
+    """Return the probes that only a report has: the system, the place in the job, settings and variables.
 
     Args:
         config: the file that the script reads its settings from.

@@ -190,7 +190,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Wrap a function of a state, so that it begins with what the last start of the job has committed.
+    """Wrap a function of a state, so that it begins with the state that the last start committed.
 
     Without the variable ``UNITRAIN_ELASTIC_FOLDER``, commits last as long as the job.
     """

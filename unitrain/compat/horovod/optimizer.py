@@ -81,7 +81,7 @@ class _Bucket:
 
 
 class Distributed(Optimizer):
-    """What ``DistributedOptimizer`` adds to the class of an optimizer. Its arguments are attributes."""
+    """The part that ``DistributedOptimizer`` adds to an optimizer's class. Its arguments are attributes."""
 
     backward_passes_per_step: int
     op: int
@@ -185,6 +185,7 @@ class Distributed(Optimizer):
                 if not joined:
                     p.grad = gradient.to_sparse(1) if p in self._sparse else gradient
         self._next = 0
+        # Only now may the backward of the next step count again.
         self._passes.clear()
         return [None]
 

@@ -76,7 +76,9 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
     several = launch.world_size > 1 or (dist.is_available() and dist.is_initialized())
     backend = config.backend if config.backend != "auto" else "ddp" if several else "single"
     load_backend(backend).allow_parts()
+    # Horovod's init draws nothing and seeds nothing, and scripts have seeded their generators before it.
     states = rng.capture()
+    # The backend horovod imports the real package by the name that this module may stand for.
     with modules.real_horovod():
         # A script that has turned deterministic algorithms on keeps them.
         deterministic = config.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -137,7 +139,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank of this process among those of its host."""
+    """Return the rank of this process on its host."""
     return strategy().launch.local_rank
 
 

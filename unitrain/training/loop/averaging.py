@@ -52,7 +52,7 @@ class Averaging(StepHook):
 
     def __init__(self, unit: int = 1, *, in_step: bool = False) -> None:
         self.unit: int = unit
-        self.in_step: bool = in_step  # of the object: each step asks, and Python finds those of a class more slowly
+        self.in_step: bool = in_step  # not of the class, where Python finds it more slowly: each step asks
 
     def expect(self, last: bool) -> None:
         """Prepare for a forward and backward that end a window if ``last``. Some backends must know so early."""
