@@ -101,7 +101,7 @@ class Strategy:
         self._closures = Closures(sockets, self._step)
         self.batch_group: BatchGroup = sockets.batch_group
         self._gathering = Gathering(sockets.readers)
-        self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
+        self._loop = TrainingLoop(self._step, sockets.readers, self._prepared, pass_boundary, shards=shards)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))

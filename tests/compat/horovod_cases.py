@@ -308,21 +308,21 @@ def reinit(hvd: Any) -> list[Any]:
 
 @case
 def global_barrier_op(hvd: Any, **options: Any) -> bool:
-    """Return whether this rank has waited for rank 0."""
+    """Return whether this rank has left a barrier after rank 0 had come to it, by the clock of this machine."""
     hvd.barrier()
-    began = time.monotonic()
     if hvd.rank() == 0:
         time.sleep(LATE_S)
+    came = time.monotonic()
     hvd.barrier(**options)
-    waited = time.monotonic() - began >= LATE_S
-    hvd.barrier()
-    return waited
+    left = time.monotonic()
+    return bool(hvd.allgather(torch.tensor([came], dtype=torch.float64))[0] <= left)
 
 
 @case
 def process_set_barrier_op(hvd: Any) -> bool:
     with process_set(hvd) as ranks:
-        return global_barrier_op(hvd, process_set=ranks)
+        waited = global_barrier_op(hvd, process_set=ranks)
+    return waited or hvd.rank() % 2 == 1  # the odd ranks have a barrier of their own
 
 
 @case

@@ -72,7 +72,7 @@ class PretendedRank:
         prepared.add(model, model)
         self.sockets = Sockets(self.communicator, backend, prepared, config, stopping)
         self.step = TrainingStep(self.sockets, None, stopping.pass_boundary)
-        self.loop = TrainingLoop(self.step, prepared, stopping.pass_boundary, shards=False)
+        self.loop = TrainingLoop(self.step, self.communicator, prepared, stopping.pass_boundary, shards=False)
 
     def dataloader(self, dataset: Any, **settings: Any) -> Loader:
         return Loader(self.communicator, self.loop, self.config, self.world_size, dataset, **settings)

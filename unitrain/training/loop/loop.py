@@ -24,6 +24,7 @@ class TrainingLoop:
 
     Args:
         step: makes the steps.
+        readers: the ranks that read different batches.
         prepared: the prepared modules.
         pass_boundary: called where the run can be stopped; raises if it is to be stopped.
         shards: whether parameters are sharded.
@@ -36,7 +37,13 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, step: TrainingStep, prepared: PreparedModules, pass_boundary: Callable[[], None], *, shards: bool
+        self,
+        step: TrainingStep,
+        readers: Communicator,
+        prepared: PreparedModules,
+        pass_boundary: Callable[[], None],
+        *,
+        shards: bool,
     ) -> None:
         self._step = step
         self._shards = shards  # parameters
@@ -50,10 +57,9 @@ class TrainingLoop:
         # By the line that made a loader, and the order: which loader has trained last, which models and optimizers,
         # and until which step of all optimizers.
         self._orders: dict[tuple[str, tuple[int, int] | None], tuple[object, list[ref[Any]], int]] = {}
-        self.readers: Communicator = step.readers
-        self.shares: tuple[int, ...] = prepared.shares[
-            : self.readers.world_size
-        ]  # equal, if ranks read the same batches
+        self.readers: Communicator = readers
+        # They are equal, if several ranks read the same batches.
+        self.shares: tuple[int, ...] = prepared.shares[: readers.world_size]
         self.evaluating: bool = False
         self.epoch_asked: bool = False
 

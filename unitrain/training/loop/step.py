@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unitrain.communication.communicator import Communicator
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
@@ -59,7 +58,6 @@ class TrainingStep:
         batches: the batches that loaders have yielded.
         averaging: averages gradients.
         replicas: whether the ranks have one model.
-        readers: the ranks that read different batches.
         windows: the accumulation window of each optimizer.
         checks: look at the script's calls.
         scale: of losses, under fp16.
@@ -81,8 +79,7 @@ class TrainingStep:
         self.checks: ScriptChecks = ScriptChecks(ranks, config.accumulate, sockets.prepared.has)
         self.scale: LossScale = LossScale(scaler)
         averaged = self.averaging.in_step
-        self.readers: Communicator = sockets.readers
-        self._weights = Weights(ranks, self.readers.world_size, config.accumulate, self.averaging.unit)
+        self._weights = Weights(ranks, sockets.readers.world_size, config.accumulate, self.averaging.unit)
         self._differentiate = Backward(self._weights, self.scale, ranks.device, averaged=averaged).run
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
         self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
