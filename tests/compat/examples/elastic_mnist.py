@@ -14,7 +14,7 @@ parser = argparse.ArgumentParser(description="PyTorch elastic example")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--lose-a-rank", action="store_true", help="once, in the second epoch")
-parser.add_argument("--output", default="elastic.pt")
+parser.add_argument("--output", default="elastic_mnist.pt")
 args = parser.parse_args()
 
 hvd.init()
