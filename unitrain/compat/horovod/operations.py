@@ -88,9 +88,7 @@ def _start_reduction(
 
     def rows(tensor: Tensor) -> Tensor:
         """Return this rank's part of a result. Of a reducescatter, the first ranks get a row more."""
-        if verb == "allreduce":
-            return tensor
-        return torch.split(tensor, [len(tensor) // world + (r < len(tensor) % world) for r in range(world)])[rank]
+        return tensor if verb == "allreduce" else torch.tensor_split(tensor, world)[rank]
 
     outputs = outputs or [torch.empty_like(rows(tensor)) for tensor in tensors]
     waits: list[tuple[Callable[[], None], Tensor, list[int], bool]] = []
