@@ -68,6 +68,7 @@ def assert_same(ours: Any, theirs: Any, exact: bool = True) -> None:
         assert ours == theirs
 
 
+@pytest.mark.slow("the first of each kind runs all cases, with Horovod too")
 @pytest.mark.parametrize(
     ("name", "nprocs", "backend"),
     [
