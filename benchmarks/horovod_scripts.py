@@ -5,8 +5,8 @@
 What is timed is a whole step with the gradients of ResNet-18 and of ResNet-50: forward and backward (as cheap as
 possible: each gradient costs one write), averaging, SGD. Both libraries are in the same processes and take turns:
 Horovod on gloo or on MPI, and ``unitrain.compat.horovod`` on torch.distributed with gloo, which is what
-``unitrain horovod SCRIPT`` uses under torchrun. Horovod's takes part twice, which shows the spread. Weights must be
-equal bit for bit.
+``unitrain horovod SCRIPT`` uses under torchrun, or on the same Horovod, which it uses under mpirun and horovodrun.
+Horovod's takes part twice, which shows the spread. Weights must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shared.rounds import Way, alternate, compared, repeat
 from shared.workloads import OnlyParameters, Shape, bit_equal
 
 WORLDS = (HOROVOD_GLOO, HOROVOD_MPI)
+BACKENDS = {"ddp": "gloo", "horovod": "Horovod"}
 MODELS = {"resnet18_shapes": "ResNet-18, 62 tensors, 47 MB", "resnet50_shapes": "ResNet-50, 161 tensors, 102 MB"}
 BASE, CONTROL, OURS = "Horovod", "Horovod, again", "UniTrain"
 LENGTH, SHORT = (15, 2), (2, 1)  # rounds, and steps per round
@@ -48,12 +49,12 @@ def stepping(hvd: Any, shapes: list[Shape]) -> tuple[OnlyParameters, Way]:
     return model, step
 
 
-def measure_world(model: str, rounds: int, steps: int, most: int | None) -> Found | None:
-    """Measure each library in this process's world; tensors have at most ``most`` elements."""
+def measure_world(model: str, backend: str, rounds: int, steps: int, most: int | None) -> Found | None:
+    """Measure each library in this process's world, UniTrain on a backend; tensors have at most ``most`` elements."""
     shapes: list[Shape] = getattr(workloads, model)()
     if most is not None:
         shapes = [(min(most, torch.Size(shape).numel()),) for shape in shapes]
-    os.environ |= {"UNITRAIN_BACKEND": "ddp", "UNITRAIN_DEVICE": "cpu"}
+    os.environ |= {"UNITRAIN_BACKEND": backend, "UNITRAIN_DEVICE": "cpu"}
     theirs, ours = by_hand.horovod(), by_hand.compatible()
     theirs.init()
     ours.init()
@@ -72,18 +73,22 @@ def measure_world(model: str, rounds: int, steps: int, most: int | None) -> Foun
 def measure(short: bool) -> Found:
     rounds, steps = SHORT if short else LENGTH
     how: dict[str, Any] = {"rounds": rounds, "steps": steps, "most": SHORT_ELEMENTS if short else None}
+    cases = [{"model": model, "backend": backend} for model in MODELS for backend in BACKENDS]
     worlds = startable(*((HOROVOD_GLOO,) if short else WORLDS))
     return {
         "cases": [
-            {"world": world, "model": model, "ways": in_processes(world, measure_world, model=model, **how)}
+            {"world": world, **case, "ways": in_processes(world, measure_world, **case, **how)}
             for world in worlds
-            for model in MODELS
+            for case in cases
         ]
     }
 
 
 def tables(found: Found) -> str:
-    rows = [(f"{world_name(case['world'])}, {MODELS[case['model']]}", case["ways"]) for case in found["cases"]]
+    rows = [
+        (f"{world_name(case['world'])}, {MODELS[case['model']]}, UniTrain on {BACKENDS[case['backend']]}", case["ways"])
+        for case in found["cases"]
+    ]
     return ratios("Horovod's world, gradients", rows, BASE, CONTROL)
 
 
