@@ -65,7 +65,8 @@ def test_both_images_have_the_same_torch() -> None:
 
 def test_what_the_installation_needs_travels_to_the_builder() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert {"pyproject.toml", "README.md", "LICENSE", "unitrain", "backends", "recipes", "docker/ssh"} == allowed
+    packages = {"unitrain", "backends", "recipes"}
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "docker/ssh", *packages} == allowed
     assert all((ROOT / name).exists() for name in allowed)
 
 
