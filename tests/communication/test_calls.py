@@ -60,8 +60,8 @@ def refused_gathers(folder: Path) -> None:
             (typed, r"but got float32\[2\] on rank 0; float64\[2\] on rank 1: pad, or"),
         ):
             with pytest.raises(UsageError, match=said):
-                strategy.all_gather(mine)
-        assert strategy.all_gather(torch.tensor(strategy.rank)).tolist() == [0, 1]
+                strategy.communicator.all_gather(mine)
+        assert strategy.communicator.all_gather(torch.tensor(strategy.rank)).tolist() == [0, 1]
 
 
 def narrow_dtypes(folder: Path) -> None:

@@ -178,7 +178,7 @@ def test_fsdp_stops_and_other_groups_continue(tmp_path: Path) -> None:
 def draw(strategy: Strategy) -> list[float]:
     """Return numbers that all ranks have drawn."""
     drawn = torch.tensor([torch.rand(()), np.random.rand(), random.random()], dtype=torch.float64)
-    return [float(each) for each in strategy.all_gather(drawn).sum(1)]
+    return [float(each) for each in strategy.communicator.all_gather(drawn).sum(1)]
 
 
 def draws(settings: dict[str, Any], folder: Path) -> tuple[list[float], list[float], bool]:

@@ -97,7 +97,7 @@ def test_alone_on_a_cpu() -> None:
     strategy = unitrain.init(device="cpu")
     assert (strategy.config.backend, strategy.rank, strategy.world_size, strategy.is_main) == ("single", 0, 1, True)
     assert (strategy.launch.local_rank, strategy.launch.local_world_size, strategy._job.node_rank) == (0, 1, 0)
-    assert (strategy.device, strategy.devices) == (torch.device("cpu"), (torch.device("cpu"),))
+    assert strategy.device == torch.device("cpu")
     assert strategy.config.backend == "single"
 
 

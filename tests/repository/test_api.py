@@ -51,7 +51,7 @@ def test_public_names_are_these() -> None:
 
 def test_a_strategy_has_few_names() -> None:
     with unitrain.init(device="cpu") as strategy:
-        assert len([name for name in dir(strategy) if not name.startswith("_")]) <= 40
+        assert len([name for name in dir(strategy) if not name.startswith("_")]) <= 36
 
 
 def test_a_communicator_and_a_backend_have_few_names() -> None:
