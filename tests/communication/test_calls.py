@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
