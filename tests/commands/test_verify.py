@@ -143,8 +143,8 @@ def test_a_recipe_is_compared_by_its_metrics(
 
 def test_what_a_backend_refuses_is_left_out() -> None:
     world = World("torchrun", 2, "ddp")
-    assert works(world, "cpu", {"accumulate": 2})
-    assert not works(world, "cpu", {"accumulate": 2, "ddp": {"static_graph": True}})
+    assert works(world, "cpu", {"compile": True})
+    assert not works(world, "cpu", {"compile": True, "ddp": {"bucket_cap_mb": 0.5}})
 
 
 @pytest.mark.gpu

@@ -150,10 +150,10 @@ def test_a_recipes_own_settings_come_from_yaml_then_flags_never_from_the_environ
 
 def test_sections_merge_setting_by_setting() -> None:
     config = StrategyConfig(ddp=DDPSettings(bucket_cap_mb=1, find_unused_parameters=True))
-    environ = {"UNITRAIN_DDP__STATIC_GRAPH": "true", "UNITRAIN_DDP__GRADIENT_AS_BUCKET_VIEW": "true"}
+    environ = {"UNITRAIN_DDP__POWERSGD_RANK": "3", "UNITRAIN_DDP__BUCKET_CAP_MB": "4"}
     for section in ({"bucket_cap_mb": 2}, DDPSettings(bucket_cap_mb=2)):
         ddp = init(config, environ, ddp=section).section("ddp", DDPSettings)
-        assert ddp == DDPSettings(bucket_cap_mb=2, find_unused_parameters=True, static_graph=True)
+        assert ddp == DDPSettings(bucket_cap_mb=2, find_unused_parameters=True, powersgd_rank=3)
 
 
 def test_only_what_was_set_on_a_config_outranks_the_environment() -> None:
@@ -177,11 +177,11 @@ def test_fields_that_no_source_gave_are_not_set(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("UNITRAIN_HOROVOD__CONTROLLER", "auto")
     recipe = parse("--strategy.seed", "0")
     assert recipe.model_dump(exclude_unset=True) == {"strategy": {"seed": 0, "horovod": {"controller": "auto"}}}
-    again = init(recipe.strategy, ddp=DDPSettings(static_graph=False))
+    again = init(recipe.strategy, ddp=DDPSettings(powersgd_rank=2))
     assert again.model_dump(exclude_unset=True) == {
         "seed": 0,
         "horovod": {"controller": "auto"},
-        "ddp": {"static_graph": False},
+        "ddp": {"powersgd_rank": 2},
     }
 
 
@@ -374,7 +374,7 @@ def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str
     [
         ({"accumulate": True}, "accumulate is true, but must be an integer >= 1."),
         ({"timeout_s": float("inf")}, "timeout_s is inf, but must be a number > 0, <= 1000000."),
-        ({"static_graph": True}, "static_graph is not a setting. Did you mean 'ddp.static_graph'?"),
+        ({"powersgd_rank": 1}, "powersgd_rank is not a setting. Did you mean 'ddp.powersgd_rank'?"),
         ({"ddp": {"bucket_cap": 1}}, "ddp.bucket_cap is not a setting. Did you mean 'ddp.bucket_cap_mb'?"),
         (
             {"horovod": {"q": 1}},
@@ -474,8 +474,8 @@ VALUES: dict[str, Any] = {
     "clip_norm": 1e-300, "clip_value": None, "on_nonfinite": "skip", "shard_optimizer": True, "compression": "bf16",
     "timeout_s": 1e6, "heartbeat_timeout_s": 0.1, "pin_memory": False, "ranks_per_batch": 1,
     "ddp": {
-        "communication": "gloo", "find_unused_parameters": True, "static_graph": False, "bucket_cap_mb": 1.5,
-        "gradient_as_bucket_view": False, "powersgd_rank": 2, "powersgd_start_step": 10,
+        "communication": "gloo", "find_unused_parameters": True, "bucket_cap_mb": 1.5, "powersgd_rank": 2,
+        "powersgd_start_step": 10,
     },
     "fsdp": {
         "communication": "nccl", "wrap": ("Block",), "reshard_after_forward": False, "reshard_after_backward": False,
