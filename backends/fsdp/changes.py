@@ -169,7 +169,7 @@ def name_layer(module: nn.Module, args: Any, output: Any) -> None:
         f"{type(layer).__name__.removeprefix('FSDP')}. FSDP gathers the weights of a unit when the unit itself is "
         "called: call it, or have another method of it gather them, with torch.distributed.fsdp."
         "register_fsdp_forward_method(layer, name) after prepare(), or leave it out of the units: set fsdp.wrap to the "
-        f"classes of others, or to 1000000000 for a single unit. (torch: {error})",
+        f"classes of others, or to [] for a single unit. (torch: {error})",
     )
 
 

@@ -77,7 +77,7 @@ class ShardedModule:
             parameter.data = parameter.data.to(device)
         whole_parameters = dict(module.named_parameters())
         # Ranks that use different units would wait for one another.
-        wrap = 2**62 if settings.find_unused_parameters else settings.wrap
+        wrap = () if settings.find_unused_parameters else settings.wrap
         changes: dict[object, ForwardChanges] = {}
         shard = partial(
             fully_shard,

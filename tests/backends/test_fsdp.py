@@ -158,7 +158,7 @@ WAYS: list[dict[str, Any]] = [
     {},
     {"fsdp": {"reshard_after_forward": False}, "debug": True},
     {"fsdp": {"wrap": ["Block", "Linear"]}, "activation_checkpointing": ["Block"]},
-    {"fsdp": {"wrap": 300, "find_unused_parameters": True}, "compile": True},
+    {"fsdp": {"wrap": ["Block"], "find_unused_parameters": True}, "compile": True},
 ]
 
 
