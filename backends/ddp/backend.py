@@ -75,21 +75,16 @@ class DDPBackend(ProcessGroupBackend):
     def wrap_model(self, module: nn.Module) -> nn.Module:
         """Return the module in torch's DDP; unchanged if it is frozen, on several devices, or for the core's buckets.
 
-        Where the module is returned unchanged, the core's buckets or ``watch_gradients`` average the gradients.
+        Where the module is returned unchanged, the core's buckets or ``watch_gradients`` average the gradients; the
+        latter don't compress them.
 
         Raises:
-            UsageError: it shares parameters with a module that is wrapped already, or its compression is not supported.
+            UsageError: it shares parameters with a module that is wrapped already.
         """
         if self.world_size == 1 or self._uses_buckets or not any(p.requires_grad for p in module.parameters()):
             return module
-        spread = devices_of(module)
-        if len(spread) > 1:
-            # torch's DDP takes GPUs only, and reduces on each of them, but this rank's NCCL is bound to one.
-            if self.config.compression != "none":
-                raise UsageError(
-                    f"the model's layers are on {', '.join(map(str, spread))}, where compression "
-                    f"{self.config.compression} is not supported: set it to none, or build the model on one device."
-                )
+        # torch's DDP takes GPUs only, and reduces on each of them, but this rank's NCCL is bound to one.
+        if len(devices_of(module)) > 1:
             return module
         options = self.settings
         trained = {p for p in module.parameters() if p.requires_grad}
