@@ -108,8 +108,7 @@ class FSDPBackend(ProcessGroupBackend):
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here. A sharded module can't be called any more."""
         for sharded in self.sharding.existing():
-            # Instead of an error deep inside torch.
-            sharded.refuse_calls()
+            sharded.refuse_calls()  # else a rank may wait for others, which have left
         self.sharding.module_of.clear()
         self.sharding.used.clear()
         super().close(failed=failed)
