@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -46,7 +44,6 @@ class ShardedModule:
         pulse: records that this rank waits for the others to gather a unit.
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
-        offload: keep shards and their gradients in host memory.
         has_mean: whether the communication library can average, instead of sum.
 
     Attributes:
@@ -63,7 +60,6 @@ class ShardedModule:
         *,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
-        offload: bool,
         has_mean: bool,
     ) -> None:
         self._device = device
@@ -84,7 +80,6 @@ class ShardedModule:
             mesh=mesh,
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=_policy(module, compute_dtype, reduce_dtype),
-            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             ignored_params=self.replicated,
         )
         for unit in (*units(module, wrap), module):

@@ -21,7 +21,5 @@ class FSDPSettings(ProcessGroupSettings):
     """Free what was gathered after each backward; false: at the step, as a loss with a gradient in it needs."""
     find_unused_parameters: bool = False
     """Allow steps that don't use all parameters; the whole model is gathered at once then, which takes more memory."""
-    cpu_offload: bool = False
-    """Keep shards of weights, gradients and optimizer state in host memory, where the optimizer steps; slower."""
     shards: Literal["all", "host"] = "all"
     """Shard parameters among all ranks, or among the ranks of each host; hosts then have replicas."""

@@ -21,7 +21,6 @@ class FSDPSharding(Sharding):
     Args:
         of_parameters: whether parameters are sharded: not in a world of one.
         replicas: how many ranks have the same shard.
-        offloads: whether shards are in host memory.
 
     The objects that have sharded modules belong to these, so that a module is freed when the script drops it.
 
@@ -31,8 +30,8 @@ class FSDPSharding(Sharding):
         used: the parameters that backwards have used since the last step.
     """
 
-    def __init__(self, *, of_parameters: bool, replicas: int, offloads: bool) -> None:
-        super().__init__(of_parameters=of_parameters, replicas=replicas, offloads=offloads)
+    def __init__(self, *, of_parameters: bool, replicas: int) -> None:
+        super().__init__(of_parameters=of_parameters, replicas=replicas)
         self.modules: WeakKeyDictionary[nn.Module, ref[ShardedModule]] = WeakKeyDictionary()
         self.module_of: dict[Tensor, ref[ShardedModule]] = {}
         self.used: set[Parameter] = set()

@@ -479,7 +479,7 @@ VALUES: dict[str, Any] = {
     },
     "fsdp": {
         "communication": "nccl", "wrap": ("Block",), "reshard_after_forward": False, "reshard_after_backward": False,
-        "find_unused_parameters": True, "cpu_offload": True, "shards": "host",
+        "find_unused_parameters": True, "shards": "host",
     },
     "horovod": {"controller": "mpi"},
     "local_sgd": {"steps": 1, "outer_lr": 0.7, "outer_momentum": 0.9},
