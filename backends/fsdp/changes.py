@@ -181,7 +181,7 @@ def refuse_saving(module: nn.Module) -> None:
     """
     for layer in module.modules():
         if callable(method := getattr(layer, "save_pretrained", None)):
-            layer.save_pretrained = functools.partial(_save_pretrained, method)
+            vars(layer)["save_pretrained"] = functools.partial(_save_pretrained, method)
 
 
 def _save_pretrained(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
