@@ -159,7 +159,8 @@ def test_a_gpu_that_is_not_there(device: str) -> None:
 
 def test_nccl_without_a_gpu() -> None:
     with pytest.raises(
-        ConfigError, match=r"ddp\.communication is nccl, .* does not have nccl for .* cpu .*: set it to auto, device to cpu"
+        ConfigError,
+        match=r"ddp\.communication is nccl, .* does not have nccl for .* cpu .*: set it to auto, device",
     ):
         unitrain.init(backend="ddp", ddp={"communication": "nccl"})
 
