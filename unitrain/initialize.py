@@ -71,9 +71,8 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     features.check(resolved, backend)
     features.before_joining(launch, backend)
     _set_process_state(resolved, launch)
-    if launch.rank == 0:
-        for line in advice(launch, choices(resolved.device)):
-            print_stderr(f"unitrain: {line}")
+    if line := advice(launch, choices(resolved.device)):
+        print_stderr(f"unitrain: {line}")
     try:
         strategy = Strategy(backend, resolved, launch)
     finally:
@@ -115,23 +114,17 @@ def choose_backend(launch: Launch, config: StrategyConfig) -> str:
     return "data_parallel" if accelerator() == "cuda" and choices(config.device) > 1 else "single"
 
 
-def advice(launch: Launch, gpus: int) -> list[str]:
-    """Return hints on how the job was started, one per line.
+def advice(launch: Launch, gpus: int) -> str:
+    """Return a hint for a job of one process that may use several GPUs; an empty string for others.
 
     Args:
         launch: how this process was started.
         gpus: how many GPUs this process may choose from.
     """
-    lines = []
-    if launch.also:
-        lines.append(
-            f"started by {launch.launcher}; the variables of {', '.join(launch.also)} are set too, and are ignored."
-        )
-    script = " ".join(sys.argv) or "SCRIPT"
-    if gpus > 1 and launch.world_size == 1 and launch.launcher in ("torchrun", "python"):
-        faster = f"`torchrun --nproc-per-node {gpus} {script}`, one process for each, is the fastest way to use them."
-        lines.append(f"one process and {gpus} visible GPUs: {faster}")
-    return lines
+    if gpus < 2 or launch.world_size > 1 or launch.launcher not in ("torchrun", "python"):
+        return ""
+    command = f"torchrun --nproc-per-node {gpus} {' '.join(sys.argv) or 'SCRIPT'}"
+    return f"one process and {gpus} visible GPUs: `{command}`, one process for each, is the fastest way to use them."
 
 
 def _horovod_has_mpi(launch: Launch) -> bool:
