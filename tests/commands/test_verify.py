@@ -55,7 +55,7 @@ def test_a_backend_trains_as_the_plain_loop_does(
 
 def test_an_output_that_cant_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"file/x\.json can't be written: .* Move the file that is in the way"):
+    with pytest.raises(UsageError, match=r"file/x\.json can't be written: .* Correct that"):
         verify(backend="single", output=tmp_path / "file" / "x.json")
 
 
