@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from unitrain.communication.backend import LocalBackend
-from unitrain.communication.structure import rebuilt, tensors
+from unitrain.communication.structure import tensors
 from unitrain.config import StrategyConfig
 from unitrain.device import choices, device_type, devices_of
 from unitrain.errors import ConfigError, UsageError
@@ -20,36 +18,7 @@ from unitrain.wrapper import Wrapper
 
 
 class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
-    """torch's DataParallel with another split of batches."""
-
-    def scatter(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[int | torch.device]
-    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Split the rows evenly over the devices, or over as many of them as there are rows.
-
-        torch cuts chunks of equal size and a smaller last one: 10 rows on 4 GPUs become 3, 3, 3 and 1.
-
-        Args:
-            inputs: positional arguments of the forward, as nested structures of tensors. Scalars are copied to each
-                device.
-            kwargs: keyword arguments of the forward.
-            device_ids: the devices of the replicas.
-
-        Returns:
-            The arguments and the keyword arguments of each replica that has rows.
-        """
-        given = (inputs, kwargs or {})
-        rows = next((len(tensor) for tensor in tensors(given) if tensor.dim()), len(device_ids))
-        devices = device_ids[: max(1, rows)]
-
-        def part(value: Any, i: int) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            chunk = value.tensor_split(len(devices))[i] if value.dim() else value
-            return chunk.to(devices[i], non_blocking=True)
-
-        shares = [rebuilt(given, partial(part, i=i)) for i in range(len(devices))]
-        return [share[0] for share in shares], [share[1] for share in shares]
+    """torch's DataParallel, for models whose outputs can be gathered."""
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
         """Concatenate the outputs of the replicas on one device.

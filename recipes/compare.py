@@ -109,7 +109,7 @@ def main() -> None:
         for label, way in ways.items():
             folders = [given.output_dir / name / label.replace(" ", "-") / str(seed) for seed in given.seeds]
             runs = [
-                train(way, folder, [*flags, "--seed", str(seed)])
+                train(way, folder, [*flags, "--strategy.seed", str(seed)])
                 for folder, seed in zip(folders, given.seeds, strict=True)
             ]
             by_epoch = list(zip(*([line["val_accuracy"] for line in run] for run in runs), strict=True))

@@ -13,87 +13,69 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unitrain.communication.backend import Backend
-    from unitrain.communication.batch_group import BatchGroup
-    from unitrain.config import Section
-    from unitrain.data import Loader
-    from unitrain.errors import (
-        BackendError,
-        CheckpointError,
-        CommunicationError,
-        ConfigError,
-        DataError,
-        LaunchError,
-        NonFiniteError,
-        UnitrainError,
-        UsageError,
-    )
-    from unitrain.initialize import init
-    from unitrain.job.starting.spawn import spawn
-    from unitrain.job.watch.stopping import Stopped
-    from unitrain.launch.detect import Launch
-    from unitrain.settings import dump_yaml, parse_command_line
-    from unitrain.settings.strategy_config import StrategyConfig
-    from unitrain.strategy import Strategy
-    from unitrain.training.feature import Feature
-    from unitrain.training.loop.step import StepResult
-    from unitrain.training.meter import Meter
-    from unitrain.training.models.passes import ModulePass
+    from unitrain.communication.backend import Backend as Backend
+    from unitrain.communication.batch_group import BatchGroup as BatchGroup
+    from unitrain.config import Section as Section
+    from unitrain.data import Loader as Loader
+    from unitrain.errors import BackendError as BackendError
+    from unitrain.errors import CheckpointError as CheckpointError
+    from unitrain.errors import CommunicationError as CommunicationError
+    from unitrain.errors import ConfigError as ConfigError
+    from unitrain.errors import DataError as DataError
+    from unitrain.errors import LaunchError as LaunchError
+    from unitrain.errors import NonFiniteError as NonFiniteError
+    from unitrain.errors import UnitrainError as UnitrainError
+    from unitrain.errors import UsageError as UsageError
+    from unitrain.initialize import init as init
+    from unitrain.job.starting.spawn import spawn as spawn
+    from unitrain.job.watch.stopping import Stopped as Stopped
+    from unitrain.launch.detect import Launch as Launch
+    from unitrain.settings import dump_yaml as dump_yaml
+    from unitrain.settings import parse_command_line as parse_command_line
+    from unitrain.settings.strategy_config import StrategyConfig as StrategyConfig
+    from unitrain.strategy import Strategy as Strategy
+    from unitrain.training.feature import Feature as Feature
+    from unitrain.training.loop.step import StepResult as StepResult
+    from unitrain.training.meter import Meter as Meter
+    from unitrain.training.models.passes import ModulePass as ModulePass
 
-__all__ = [
-    "Backend",
-    "BackendError",
-    "BatchGroup",
-    "CheckpointError",
-    "CommunicationError",
-    "ConfigError",
-    "DataError",
-    "Feature",
-    "Launch",
-    "LaunchError",
-    "Loader",
-    "Meter",
-    "ModulePass",
-    "NonFiniteError",
-    "Section",
-    "StepResult",
-    "Stopped",
-    "Strategy",
-    "StrategyConfig",
-    "UnitrainError",
-    "UsageError",
-    "dump_yaml",
-    "init",
-    "parse_command_line",
-    "spawn",
-]
-
+# The module that each public name is in.
 _HOMES = {
     "Backend": "communication.backend",
+    "BackendError": "errors",
     "BatchGroup": "communication.batch_group",
-    "Section": "config",
-    "StrategyConfig": "settings.strategy_config",
-    "dump_yaml": "settings",
-    "parse_command_line": "settings",
-    "Loader": "data",
+    "CheckpointError": "errors",
+    "CommunicationError": "errors",
+    "ConfigError": "errors",
+    "DataError": "errors",
     "Feature": "training.feature",
-    "init": "initialize",
     "Launch": "launch.detect",
-    "spawn": "job.starting.spawn",
-    "Stopped": "job.watch.stopping",
-    "Strategy": "strategy",
+    "LaunchError": "errors",
+    "Loader": "data",
     "Meter": "training.meter",
     "ModulePass": "training.models.passes",
+    "NonFiniteError": "errors",
+    "Section": "config",
     "StepResult": "training.loop.step",
+    "Stopped": "job.watch.stopping",
+    "Strategy": "strategy",
+    "StrategyConfig": "settings.strategy_config",
+    "UnitrainError": "errors",
+    "UsageError": "errors",
+    "dump_yaml": "settings",
+    "init": "initialize",
+    "parse_command_line": "settings",
+    "spawn": "job.starting.spawn",
 }
 
 
 if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled name
+    __all__ = list(_HOMES)
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return import_module("importlib.metadata").version("unitrain")
-        home = _HOMES.get(name, "errors") if name in __all__ else _home_in_features(name)
+        home = _HOMES.get(name) or _home_in_features(name)
         if not home:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with _without_collections():
@@ -133,4 +115,4 @@ def _without_collections() -> Iterator[None]:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(_HOMES)

@@ -16,7 +16,6 @@ on them, and are not caught otherwise.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -81,27 +80,13 @@ class NonFiniteError(UnitrainError):
     exit_code = 3
 
 
-REMEDIES = {
-    errno.EEXIST: "Move the file that is in the way",
-    errno.ENOTDIR: "Move the file that is in the way",
-    errno.EISDIR: "Move the folder that is in the way",
-    errno.EROFS: "Have the file system mounted for writing",
-    errno.EACCES: "Give this user the right to write there",
-    errno.EPERM: "Give this user the right to write there",
-    errno.EDQUOT: "Free some of this user's quota",
-    errno.ENOSPC: "Free some space",
-}
-"""What to do about a file that can't be written, by the number of the error."""
-
-
 @contextmanager
 def writing(what: object, kind: type[UnitrainError] = UsageError) -> Iterator[None]:
     """Raise an error of writing a file or making a folder as one with its path, the reason and a remedy."""
     try:
         yield
     except OSError as error:
-        remedy = REMEDIES.get(error.errno or 0, "Correct that")
-        raise kind(f"{what} can't be written: {error}. {remedy}, or use another folder.") from error
+        raise kind(f"{what} can't be written: {error}. Correct that, or use another folder.") from error
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from unitrain import call_site, features
+from unitrain import features
 from unitrain.communication.backend import Backend, load_backend
 from unitrain.config import StrategyConfig
 from unitrain.device import accelerator, choices
@@ -67,14 +67,12 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     backend = load_backend(resolved.backend)
     _check_world(backend, launch)
     backend.check(resolved, launch)
-    _check_honoured(backend, resolved, launch)
-    _check_shares(resolved, launch)
+    _check_settings(backend, resolved, launch)
     features.check(resolved, backend)
     features.before_joining(launch, backend)
     _set_process_state(resolved, launch)
-    if launch.rank == 0:
-        for line in advice(launch, choices(resolved.device)):
-            print_stderr(f"unitrain: {line}")
+    if line := advice(launch, choices(resolved.device)):
+        print_stderr(f"unitrain: {line}")
     try:
         strategy = Strategy(backend, resolved, launch)
     finally:
@@ -116,23 +114,17 @@ def choose_backend(launch: Launch, config: StrategyConfig) -> str:
     return "data_parallel" if accelerator() == "cuda" and choices(config.device) > 1 else "single"
 
 
-def advice(launch: Launch, gpus: int) -> list[str]:
-    """Return hints on how the job was started, one per line.
+def advice(launch: Launch, gpus: int) -> str:
+    """Return a hint for a job of one process that may use several GPUs; an empty string for others.
 
     Args:
         launch: how this process was started.
         gpus: how many GPUs this process may choose from.
     """
-    lines = []
-    if launch.also:
-        lines.append(
-            f"started by {launch.launcher}; the variables of {', '.join(launch.also)} are set too, and are ignored."
-        )
-    script = " ".join(sys.argv) or "SCRIPT"
-    if gpus > 1 and launch.world_size == 1 and launch.launcher in ("torchrun", "python"):
-        faster = f"`torchrun --nproc-per-node {gpus} {script}`, one process for each, is the fastest way to use them."
-        lines.append(f"one process and {gpus} visible GPUs: {faster}")
-    return lines
+    if gpus < 2 or launch.world_size > 1 or launch.launcher not in ("torchrun", "python"):
+        return ""
+    command = f"torchrun --nproc-per-node {gpus} {' '.join(sys.argv) or 'SCRIPT'}"
+    return f"one process and {gpus} visible GPUs: `{command}`, one process for each, is the fastest way to use them."
 
 
 def _horovod_has_mpi(launch: Launch) -> bool:
@@ -159,23 +151,13 @@ def _check_world(backend: type[Backend], launch: Launch) -> None:
     )
 
 
-def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
-    """Refuse a compression that this backend lacks, and warn of settings that have no effect in this run."""
-    idle = []
-    if config.compression not in backend.compressions:
-        if launch.world_size > 1:
-            raise ConfigError(
-                f"compression {config.compression!r} is not supported by backend {backend.name!r}, which supports "
-                f"{', '.join(backend.compressions)}."
-            )
-        idle.append(f"compression={config.compression}")
-    idle += [name for name, value in config.sections_of_others(backend.name).items() if value != type(value)()]
-    if idle:
-        call_site.warn(f"these settings have no effect with backend {backend.name!r}: {', '.join(idle)}.")
-
-
-def _check_shares(config: StrategyConfig, launch: Launch) -> None:
-    """Refuse ``shares`` of another number of ranks."""
+def _check_settings(backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
+    """Refuse a compression that this backend lacks, and ``shares`` of another number of ranks."""
+    if launch.world_size > 1 and config.compression not in backend.compressions:
+        raise ConfigError(
+            f"compression {config.compression!r} is not supported by backend {backend.name!r}, which supports "
+            f"{', '.join(backend.compressions)}."
+        )
     if config.shares is not None and len(config.shares) != launch.world_size:
         raise ConfigError(
             f"shares is {list(config.shares)}, but this job has {launch.world_size} ranks: give one for each, or null."

@@ -66,11 +66,9 @@ class Strategy:
     Attributes:
         launch: how this process was started: launcher, local rank, local world size.
         rank: rank of this process.
-        world_size: number of processes (1 under DataParallel; its GPUs are ``devices``).
-        device: the device of this process.
-        devices: all devices of this process.
+        world_size: number of processes (1 under DataParallel).
+        device: the device of this process; under DataParallel, its first.
         is_main: whether this is rank 0.
-        shares: each rank's share of the samples, relative to the others (the setting ``shares``).
         batch_group: the ranks that get the batches of this rank, and compute with parts of them; this rank alone,
             unless a setting has several ranks share batches.
     """
@@ -79,7 +77,6 @@ class Strategy:
         self.launch = launch
         self._backend = made = backend(config, launch, pick_device(config.device, launch))
         self.device: torch.device = made.device
-        self.devices: tuple[torch.device, ...] = made.devices
         check_precision(config.precision, self.device)
         self._communicator, self._job = join(made, config, launch)
         self.rank: int = self._communicator.rank
@@ -87,8 +84,7 @@ class Strategy:
         self.is_main: bool = self._communicator.is_main
         shards = self._communicator.sharding.of_parameters
         self._precision = Precision(config.precision, self.device, self._communicator if shards else None)
-        self.shares: tuple[int, ...] = reduced(config.shares or (1,) * self.world_size)
-        self._prepared = PreparedModules(self.shares)
+        self._prepared = PreparedModules(reduced(config.shares or (1,) * self.world_size))
         pass_boundary = self._job.stopping.pass_boundary
         self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config, self._job.stopping)
         self._hooks = sockets.hooks
@@ -373,7 +369,7 @@ class Strategy:
             modules = tuple(swaps.enter_context(m.swapped()) if isinstance(m, Average) else m for m in modules)
             # By layer, not by model: a script may have frozen single BatchNorm layers.
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
-            batch_norm.average_statistics(modules, self._communicator, self.shares)
+            batch_norm.average_statistics(modules, self._communicator, self._prepared.shares)
             outer, self._loop.evaluating = self._loop.evaluating, True
             try:
                 for module in modules:
@@ -471,7 +467,7 @@ class Strategy:
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator of this process, for code that needs nothing else of the strategy."""
+        """The communicator of this process, which also gathers and broadcasts tensors of one shape, and objects."""
         return self._communicator
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -487,19 +483,6 @@ class Strategy:
             CommunicationError: another rank has ended, or did not make the call within ``timeout_s``.
         """
         return self._communicator.all_reduce(tensor, op)
-
-    def all_gather(self, tensor: Tensor, *, differentiable: bool = False) -> Tensor:
-        """Return the tensors of all ranks, stacked along a new first dimension. Collective.
-
-        Args:
-            tensor: with the same shape and dtype on all ranks.
-            differentiable: pass gradients back to each rank's tensor, summed over the ranks. The backward is
-                collective then.
-
-        Raises:
-            UsageError: their shapes or dtypes differ; on all ranks.
-        """
-        return (Gathering(self._communicator) if differentiable else self._communicator).all_gather(tensor)
 
     def gather(self, value: T, *, differentiable: bool = False, in_order: Loader | None = None) -> T:
         """Return the rows of all ranks, though ranks may have different numbers of rows. Collective.
@@ -545,10 +528,6 @@ class Strategy:
             value, has_rows=has_rows, differentiable=differentiable, positions=positions
         )
         return gathered
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Return rank ``src``'s tensor as a new tensor. Shape and dtype must be the same on all ranks. Collective."""
-        return self._communicator.broadcast(tensor, src)
 
     def barrier(self) -> None:
         """Wait until every rank has reached this call. Collective."""

@@ -37,19 +37,13 @@ class DDPBackend(ProcessGroupBackend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse a library that is not available, accumulation with a static graph, and small buckets if compiled.
+        """Refuse a library that is not available, and small buckets if compiled.
 
         Raises:
             ConfigError: these settings, or this device, are not supported.
         """
-        settings = config.section(cls.name, DDPSettings)
-        if config.compile and settings.bucket_cap_mb < 1:
+        if config.compile and config.section(cls.name, DDPSettings).bucket_cap_mb < 1:
             raise ConfigError("compile needs ddp.bucket_cap_mb of at least 1: torch can't split a graph at less.")
-        if settings.static_graph and config.accumulate > 1:
-            raise ConfigError(
-                f"ddp.static_graph is true, and accumulate is {config.accumulate}; they are mutually exclusive: DDP "
-                "fails if a static graph skips a reduction."
-            )
         super().check(config, launch)
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
@@ -61,15 +55,15 @@ class DDPBackend(ProcessGroupBackend):
         self._names: dict[Parameter, str] = {}
         self._armed = True
         # They take gradients in any order, and from some ranks only. DDP rebuilds its own after the first step.
-        searches = self.settings.find_unused_parameters and not self._needs_ddp
+        searches = self.settings.find_unused_parameters and not self._is_low_rank
         self._uses_buckets: bool = config.deterministic or searches
         if self._uses_buckets:
             self.gradient_reduction = "sum"
 
     @property
-    def _needs_ddp(self) -> bool:
-        """Whether the settings are of DDP's own reducer, which the core's buckets can't replace."""
-        return bool(self.settings.static_graph) or self.config.compression == "powersgd"
+    def _is_low_rank(self) -> bool:
+        """Whether gradients are compressed by PowerSGD, a hook of DDP's reducer that the core's buckets don't have."""
+        return self.config.compression == "powersgd"
 
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here, unless that would need other ranks, which may be gone."""
@@ -81,21 +75,16 @@ class DDPBackend(ProcessGroupBackend):
     def wrap_model(self, module: nn.Module) -> nn.Module:
         """Return the module in torch's DDP; unchanged if it is frozen, on several devices, or for the core's buckets.
 
-        Where the module is returned unchanged, the core's buckets or ``watch_gradients`` average the gradients.
+        Where the module is returned unchanged, the core's buckets or ``watch_gradients`` average the gradients; the
+        latter don't compress them.
 
         Raises:
-            UsageError: it shares parameters with a module that is wrapped already, or its compression is not supported.
+            UsageError: it shares parameters with a module that is wrapped already.
         """
         if self.world_size == 1 or self._uses_buckets or not any(p.requires_grad for p in module.parameters()):
             return module
-        spread = devices_of(module)
-        if len(spread) > 1:
-            # torch's DDP takes GPUs only, and reduces on each of them, but this rank's NCCL is bound to one.
-            if self.config.compression != "none":
-                raise UsageError(
-                    f"the model's layers are on {', '.join(map(str, spread))}, where compression "
-                    f"{self.config.compression} is not supported: set it to none, or build the model on one device."
-                )
+        # torch's DDP takes GPUs only, and reduces on each of them, but this rank's NCCL is bound to one.
+        if len(devices_of(module)) > 1:
             return module
         options = self.settings
         trained = {p for p in module.parameters() if p.requires_grad}
@@ -110,15 +99,13 @@ class DDPBackend(ProcessGroupBackend):
             module,
             device_ids=[self.device.index] if self.device.type != "cpu" else None,
             bucket_cap_mb=options.bucket_cap_mb,
-            # With a static graph, DDP finds them by itself in the first step.
-            find_unused_parameters=options.find_unused_parameters and not options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            static_graph=options.static_graph,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=True,
         )
         hook = _HOOKS.get(self.config.compression)
         if hook is not None:
             wrapped.register_comm_hook(None, hook)
-        elif self.config.compression == "powersgd":
+        elif self._is_low_rank:
             add_power_sgd(
                 wrapped,
                 rank=options.powersgd_rank,
@@ -158,7 +145,7 @@ class DDPBackend(ProcessGroupBackend):
         """
         needed = {wrapped for p, wrapped in self._averaged.items() if p in parameters}
         complete = all(p in parameters for p, wrapped in self._averaged.items() if wrapped in needed)
-        if (complete and parameters) or self._needs_ddp:
+        if (complete and parameters) or self._is_low_rank:
             return False
         wrappers = [reference() for reference in self._wrapped]
         # Each rank frees one that the script has dropped at another time.
@@ -188,7 +175,6 @@ class DDPBackend(ProcessGroupBackend):
         others = [p for p in parameters if p not in self._averaged]
         wrappers = list(dict.fromkeys(self._averaged[p] for p in averaged))
         counts = [(0, 0)] * len(wrappers)  # forwards of each wrapper up to the end of the previous step
-        some_unused = self.settings.find_unused_parameters or self.settings.static_graph
 
         def finish(late: bool) -> None:
             """Average gradients of an unarmed backward, and of parameters that no wrapper has."""
@@ -197,7 +183,9 @@ class DDPBackend(ProcessGroupBackend):
                 late = late or wrapper is None or not wrapper.has_averaged(*counts[i])
                 if wrapper is not None:
                     counts[i] = (wrapper.forwards, wrapper.calls)
-            if not (late or some_unused) and (unused := [self._names[p] for p in averaged if p.grad is None]):
+            if not (late or self.settings.find_unused_parameters) and (
+                unused := [self._names[p] for p in averaged if p.grad is None]
+            ):
                 self.refuse_unused(unused, all_of_them=len(unused) == len(averaged))
             if late:
                 self.average(parameters)

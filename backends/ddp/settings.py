@@ -13,11 +13,7 @@ class DDPSettings(ProcessGroupSettings):
     """Settings of the backend ddp (torch's DistributedDataParallel)."""
 
     find_unused_parameters: bool = False
-    """Allow steps that don't use all parameters, on some ranks or on all; slower. Not needed with static_graph."""
-    static_graph: bool = False
-    """Declare that the same parameters are used in every step, which lets DDP skip work; some may be unused."""
-    gradient_as_bucket_view: bool = True
-    """Make gradients views of the communication buckets, which saves a copy per step."""
+    """Allow steps that don't use all parameters, on some ranks or on all; slower."""
     bucket_cap_mb: Annotated[float, Field(gt=0, le=2**20)] = 25.0
     """Size of a gradient bucket in MiB; smaller: more overlap with backward, larger: less latency."""
     powersgd_rank: Annotated[int, Field(ge=1, le=1024)] = 2

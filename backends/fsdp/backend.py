@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from unitrain import call_site
 from unitrain.config import Section, StrategyConfig
 from unitrain.device import HALF_DTYPES, devices_of
 from unitrain.errors import BackendError, ConfigError, UsageError
@@ -55,12 +54,8 @@ class FSDPBackend(ProcessGroupBackend):
             raise BackendError(
                 f"backend fsdp needs torch 2.13 or newer, and this is {torch.__version__}: update it, or use ddp."
             )
-        settings = config.section(cls.name, FSDPSettings)
-        if settings.cpu_offload and config.precision == "fp16":
-            raise ConfigError(
-                "fsdp.cpu_offload does not support fp16: set precision to bf16, or fsdp.cpu_offload to false."
-            )
-        if settings.shards == "host" and launch.world_size % launch.local_world_size:
+        by_host = config.section(cls.name, FSDPSettings).shards == "host"
+        if by_host and launch.world_size % launch.local_world_size:
             raise ConfigError(
                 f"fsdp.shards is host, which needs the same number of processes on every host, but the job has "
                 f"{launch.world_size}, and this host {launch.local_world_size}. Set fsdp.shards to all."
@@ -70,13 +65,8 @@ class FSDPBackend(ProcessGroupBackend):
         super().__init__(config, launch, device)
         from .sharding import FSDPSharding
 
-        offloads = self.settings.cpu_offload and device.type != "cpu"
-        if self.settings.cpu_offload and not offloads:
-            call_site.warn("fsdp.cpu_offload has no effect on a CPU: everything is in its memory.")
         replicas = self.world_size // launch.local_world_size if self.settings.shards == "host" else 1
-        self.sharding: FSDPSharding = FSDPSharding(
-            of_parameters=self.world_size > 1, replicas=replicas, offloads=offloads
-        )
+        self.sharding: FSDPSharding = FSDPSharding(of_parameters=self.world_size > 1, replicas=replicas)
         self._names: dict[Parameter, str] = {}
         self._armed = True
         self._mesh: DeviceMesh | None = None
@@ -108,8 +98,7 @@ class FSDPBackend(ProcessGroupBackend):
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here. A sharded module can't be called any more."""
         for sharded in self.sharding.existing():
-            # Instead of an error deep inside torch.
-            sharded.refuse_calls()
+            sharded.refuse_calls()  # else a rank may wait for others, which have left
         self.sharding.module_of.clear()
         self.sharding.used.clear()
         super().close(failed=failed)
@@ -155,7 +144,6 @@ class FSDPBackend(ProcessGroupBackend):
             self.pulse,
             compute_dtype=HALF_DTYPES.get(self.config.precision),
             reduce_dtype=HALF_DTYPES.get(self.config.compression),
-            offload=self.sharding.offloads,
             has_mean="nccl" in dist.get_backend(),
         )
         trim_heap()  # glibc would keep most of the whole model's memory

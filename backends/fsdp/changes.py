@@ -1,4 +1,4 @@
-"""Refuses misuses of a sharded model: changing or tying weights, using them uncalled, saving or generating alone."""
+"""Refuses misuses of a sharded model: changing or tying weights, using them uncalled, saving shards."""
 
 from __future__ import annotations
 
@@ -169,39 +169,26 @@ def name_layer(module: nn.Module, args: Any, output: Any) -> None:
         f"{type(layer).__name__.removeprefix('FSDP')}. FSDP gathers the weights of a unit when the unit itself is "
         "called: call it, or have another method of it gather them, with torch.distributed.fsdp."
         "register_fsdp_forward_method(layer, name) after prepare(), or leave it out of the units: set fsdp.wrap to the "
-        f"classes of others, or to 1000000000 for a single unit. (torch: {error})",
+        f"classes of others, or to [] for a single unit. (torch: {error})",
     )
 
 
-def explain_methods(module: nn.Module) -> None:
-    """Make methods of Hugging Face's models that need whole weights raise an error with a remedy.
+def refuse_saving(module: nn.Module) -> None:
+    """Make ``save_pretrained`` of Hugging Face's models raise an error: it would write this rank's shards.
 
     Args:
-        module: the sharded module. Its methods are replaced on the instance.
+        module: the sharded module. The method is replaced on the instances.
     """
     for layer in module.modules():
-        # Hugging Face calls them on inner models, too.
-        for name in ("save_pretrained", "generate"):
-            method = getattr(layer, name, None)
-            if callable(method):
-                setattr(layer, name, functools.partial(_explained, method, saves=name == "save_pretrained"))
+        if callable(method := getattr(layer, "save_pretrained", None)):
+            vars(layer)["save_pretrained"] = functools.partial(_save_pretrained, method)
 
 
-def _explained(method: Callable[..., Any], /, *args: Any, saves: bool, **kwargs: Any) -> Any:
-    """Call a method of a sharded model, and turn its obscure error into one with a remedy."""
-    if saves and kwargs.get("state_dict") is None:
-        raise UsageError(
-            "save_pretrained() of a sharded model would write this rank's shards. Save a whole copy: copy = strategy."
-            "export(model) on all ranks, and then strategy.on_main(lambda: copy.save_pretrained(folder))."
-        )
-    try:
+def _save_pretrained(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Save a state dict of whole weights, if that is given."""
+    if kwargs.get("state_dict") is not None:
         return method(*args, **kwargs)
-    except RuntimeError as error:
-        if "DTensor" not in str(error):
-            raise
-        raise UsageError(
-            "generate() used weights that are sharded. Have them gathered for it: call torch.distributed.fsdp."
-            'register_fsdp_forward_method(strategy.unwrap(model), "generate") after prepare(), and then generate() of '
-            "strategy.unwrap(model) on all ranks, with synced_gpus=True if they need different numbers of tokens. Or "
-            "use strategy.export(model)."
-        ) from error
+    raise UsageError(
+        "save_pretrained() of a sharded model would write this rank's shards. Save a whole copy: copy = strategy."
+        "export(model) on all ranks, and then strategy.on_main(lambda: copy.save_pretrained(folder))."
+    )

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -26,7 +24,7 @@ from unitrain.module_copy import add_hooks, move_foreign, without_memory
 from unitrain.pulse import USER_CODE, Pulse
 from unitrain.training.models.materialising import give_memory
 
-from .changes import ForwardChanges, check_output, eager, explain_methods, name_layer, refuse_assigned, refuse_tied
+from .changes import ForwardChanges, check_output, eager, name_layer, refuse_assigned, refuse_saving, refuse_tied
 from .settings import FSDPSettings
 from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
@@ -46,7 +44,6 @@ class ShardedModule:
         pulse: records that this rank waits for the others to gather a unit.
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
-        offload: keep shards and their gradients in host memory.
         has_mean: whether the communication library can average, instead of sum.
 
     Attributes:
@@ -63,7 +60,6 @@ class ShardedModule:
         *,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
-        offload: bool,
         has_mean: bool,
     ) -> None:
         self._device = device
@@ -77,14 +73,13 @@ class ShardedModule:
             parameter.data = parameter.data.to(device)
         whole_parameters = dict(module.named_parameters())
         # Ranks that use different units would wait for one another.
-        wrap = 2**62 if settings.find_unused_parameters else settings.wrap
+        wrap = () if settings.find_unused_parameters else settings.wrap
         changes: dict[object, ForwardChanges] = {}
         shard = partial(
             fully_shard,
             mesh=mesh,
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=_policy(module, compute_dtype, reduce_dtype),
-            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             ignored_params=self.replicated,
         )
         for unit in (*units(module, wrap), module):
@@ -131,7 +126,7 @@ class ShardedModule:
         self._units[0].set_reduce_scatter_unused_params(True)
         refuse_tied(module)
         module.register_forward_hook(eager(name_layer), always_call=True)
-        explain_methods(module)
+        refuse_saving(module)
 
     def _divide(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
         """Shard the parameters of a unit that are not sharded yet."""
@@ -189,9 +184,7 @@ class ShardedModule:
         """Make the forward raise an error from now on: its weights can't be gathered without a process group."""
 
         def refuse(module: nn.Module, args: Any) -> None:
-            raise UsageError(
-                "a sharded model's weights can't be gathered after strategy.close(): call it, or export() it, before."
-            )
+            raise UsageError("a sharded model's weights can't be gathered after strategy.close(): call it before.")
 
         self._module.register_forward_pre_hook(refuse, prepend=True)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from weakref import WeakKeyDictionary, ref
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
 from unitrain.communication.sharding import Sharding
-from unitrain.errors import UsageError
 
 from .module import ShardedModule
 from .shards import full_tensor, shards_of, to_local
@@ -23,7 +21,6 @@ class FSDPSharding(Sharding):
     Args:
         of_parameters: whether parameters are sharded: not in a world of one.
         replicas: how many ranks have the same shard.
-        offloads: whether shards are in host memory.
 
     The objects that have sharded modules belong to these, so that a module is freed when the script drops it.
 
@@ -33,8 +30,8 @@ class FSDPSharding(Sharding):
         used: the parameters that backwards have used since the last step.
     """
 
-    def __init__(self, *, of_parameters: bool, replicas: int, offloads: bool) -> None:
-        super().__init__(of_parameters=of_parameters, replicas=replicas, offloads=offloads)
+    def __init__(self, *, of_parameters: bool, replicas: int) -> None:
+        super().__init__(of_parameters=of_parameters, replicas=replicas)
         self.modules: WeakKeyDictionary[nn.Module, ref[ShardedModule]] = WeakKeyDictionary()
         self.module_of: dict[Tensor, ref[ShardedModule]] = {}
         self.used: set[Parameter] = set()
@@ -71,19 +68,9 @@ class FSDPSharding(Sharding):
         self.used.difference_update(parameters)
 
     def copy_module(self, module: nn.Module) -> nn.Module:
-        """Return a copy with whole weights. Collective.
-
-        Raises:
-            UsageError: the process group has been closed.
-        """
+        """Return a copy with whole weights. Collective."""
         sharded = self.modules.get(module, lambda: None)()
-        if sharded is None:
-            return super().copy_module(module)
-        if not dist.is_initialized():
-            raise UsageError(
-                "a sharded model's weights can't be gathered after strategy.close(): call export() before."
-            )
-        return sharded.copy()
+        return super().copy_module(module) if sharded is None else sharded.copy()
 
     def existing(self) -> list[ShardedModule]:
         """Return the objects that have sharded the modules that exist."""

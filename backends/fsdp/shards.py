@@ -39,15 +39,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return all of a tensor. Collective if it is a DTensor."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local, mesh = to_local(tensor), tensor.device_mesh
-    if local.device.type != mesh.device_type:  # it is offloaded, and NCCL gathers on GPUs
-        local = local.to(mesh.device_type)
-        tensor = DTensor.from_local(
-            local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
-    return tensor.full_tensor()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shards_of(tensor: Tensor) -> Sequence[Tensor]:

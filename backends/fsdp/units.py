@@ -20,7 +20,7 @@ _CONVERTED = frozenset(
 )  # not their subclasses, which may use their weights in another way
 
 
-def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module]:
+def units(module: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules within ``module`` to gather separately, inner ones first.
 
     A module that shares a parameter with one outside of it is left out, and so is a BatchNorm layer, and a module
@@ -28,28 +28,26 @@ def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module
 
     Args:
         module: the module to shard.
-        wrap: names of classes, or the least number of parameters of a unit, or None for the children of lists of
-            modules, except tiny ones.
+        wrap: names of classes, or None for the children of lists of modules, except tiny ones.
 
     Raises:
         ConfigError: ``wrap`` names a class that no module within it has.
     """
     owners = _owners(module)
-    total = sum(parameter.numel() for parameter in owners)
+    least = _LEAST_SHARE * sum(parameter.numel() for parameter in owners) if wrap is None else 1
     separate: list[nn.Module] = []
     taken: set[Parameter] = set()
     # Inner ones first: a module is worth a unit for the parameters that no unit within it has.
     for inner in reversed(_candidates(module, wrap)):
         parameters = set(inner.parameters())
         rest = sum(parameter.numel() for parameter in parameters - taken)
-        least = wrap if isinstance(wrap, int) else 1 if wrap is not None else max(1, _LEAST_SHARE * total)
-        if rest >= least and set[nn.Module]().union(*(owners[p] for p in parameters)) <= set(inner.modules()):
+        if rest >= max(1, least) and set[nn.Module]().union(*(owners[p] for p in parameters)) <= set(inner.modules()):
             separate.append(inner)
             taken |= parameters
     return separate
 
 
-def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module]:
+def _candidates(module: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
     """Return modules, each after those that contain it."""
     # An attention layer uses the weights of its layers without calling them.
     uncalled = {
@@ -57,8 +55,6 @@ def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.
     }
     inner = [layer for layer in module.modules() if layer is not module and layer not in uncalled]
     inner = [layer for layer in inner if _has_forward(layer) and not isinstance(layer, (nn.Sequential, _BatchNorm))]
-    if isinstance(wrap, int):
-        return inner
     if wrap is None:
         children = {child for layer in module.modules() if isinstance(layer, _LISTS) for child in layer.children()}
         return [layer for layer in inner if layer in children]

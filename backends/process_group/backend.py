@@ -64,11 +64,10 @@ class ProcessGroupBackend(Backend):
             library = dist.Backend.default_device_backend_map.get(kind)
         if _serves(library, kind):
             return
-        those = [name for name in dist.Backend.backend_capability if _serves(name, kind)]
-        remedy = f"set it to auto or {' or '.join(those)}" if those else "use backend single, or device cpu"
         raise ConfigError(
             f"{cls.name}.communication is {settings.communication}, but torch.distributed does not have "
-            f"{library or 'a library'} for devices of type {kind} here (device is {config.device!r}): {remedy}."
+            f"{library or 'a library'} for devices of type {kind} here (device is {config.device!r}): set it to auto, "
+            "device to cpu, or use backend single."
         )
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
@@ -113,7 +112,9 @@ class ProcessGroupBackend(Backend):
                 raise CommunicationError(
                     f"rank {self.rank} of {self.world_size} could not initialise the process group at "
                     f"{self.launch.address or 'rank 0'} within {self.config.timeout_s:g} s: "
-                    f"{str(error).strip().splitlines()[0]}{self._hint(library)}"
+                    f"{str(error).strip().splitlines()[0]}. If hosts have several networks, set "
+                    f"{library.upper()}_SOCKET_IFNAME on each to the interface by which the others reach it (unitrain "
+                    "doctor lists them)."
                 ) from error
         self.timeout: timedelta = timeout
         # Collectives of the core run beside DDP's, in another order on each rank.
@@ -121,16 +122,6 @@ class ProcessGroupBackend(Backend):
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         self._group: dist.ProcessGroup = group
         return dist.get_rank(), dist.get_world_size()
-
-    def _hint(self, library: str) -> str:
-        """Return the usual remedy where hosts do not reach one another; none in a job of one host."""
-        if self.launch.local_world_size == self.world_size:
-            return ""
-        variable = f"{library.upper()}_SOCKET_IFNAME"
-        return (
-            f". If hosts have several networks, set {variable} on each to the interface by which the others reach it "
-            "(unitrain doctor lists them)"
-        )
 
     def _library(self, store: dist.Store) -> str:
         """Return the communication library, the same on all ranks. Collective on GPUs."""

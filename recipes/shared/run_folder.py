@@ -13,7 +13,7 @@ from typing import Any
 
 from unitrain import ConfigError, Section, Strategy, dump_yaml
 from unitrain.checkpoint import Checkpoint
-from unitrain.data.order.shares import part_of
+from unitrain.data.order.shares import part_of, reduced
 from unitrain.features.trackers import TrackerName, Trackers
 from unitrain.url import is_url
 
@@ -156,9 +156,9 @@ def resume_or_discard(checkpoint: Checkpoint, wanted: str, *, force: bool, disca
 
 def summarise(strategy: Strategy, batch_size: int) -> None:
     """Print launcher, backend, devices, precision and batch size on rank 0. Collective."""
-    of_ranks = strategy.communicator.all_gather_object(strategy.devices)
-    devices = Counter(str(device) for devices in of_ranks for device in devices)
-    shares = strategy.shares[:: strategy.batch_group.size]  # of groups of ranks with the same samples
+    devices = Counter(map(str, strategy.communicator.all_gather_object(strategy.device)))
+    of_ranks = reduced(strategy.config.shares or (1,) * strategy.world_size)
+    shares = of_ranks[:: strategy.batch_group.size]  # of groups of ranks with the same samples
     parts = sorted({part_of(place, shares).count(batch_size) for place in range(len(shares))})
     strategy.print(
         f"launcher {strategy.launch.launcher}, backend {strategy.config.backend}, processes {strategy.world_size}, "

@@ -1,4 +1,4 @@
-"""How DataParallel splits a batch. On a CPU, torch runs no replicas, but the split is the same."""
+"""What DataParallel refuses, and how it trains on several GPUs."""
 
 from __future__ import annotations
 
@@ -22,38 +22,11 @@ def backend_on(devices: int) -> Backend:
     return backend
 
 
-def split(devices: int, *inputs: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
-    wrapped: Any = backend_on(devices).wrap_model(nn.Linear(1, 1))
-    shares: tuple[list[Any], list[Any]] = wrapped.scatter(inputs, kwargs, [CPU] * devices)
-    return shares
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"), [(10, [3, 3, 2, 2]), (5, [2, 1, 1, 1]), (4, [1] * 4), (2, [1, 1]), (0, [0])]
-)
-def test_the_rows_are_spread_evenly_over_no_more_devices_than_rows(rows: int, expected: list[int]) -> None:
-    batch = torch.arange(rows)
-    inputs, kwargs = split(4, {"x": batch, "names": "kept"}, mask=(batch + 10,), scale=torch.tensor(2.0))
-    assert [len(share[0]["x"]) for share in inputs] == expected
-    assert torch.cat([share[0]["x"] for share in inputs]).equal(batch)
-    assert torch.cat([share["mask"][0] for share in kwargs]).equal(batch + 10)
-    assert all(share[0]["names"] == "kept" for share in inputs)
-    assert all(share["scale"] == 2.0 for share in kwargs), "what has no rows goes to every device"
-
-
 def test_a_compiled_module_is_refused() -> None:
     compiled: Any = torch.compile(nn.Linear(1, 1), backend="eager")
     with pytest.raises(UsageError, match=r"a compiled module can't be replicated on 2 devices"):
         backend_on(2).wrap_model(compiled)
     assert backend_on(1).wrap_model(compiled) is compiled
-
-
-def test_gradients_flow_back_through_the_split() -> None:
-    batch = torch.ones(5, 1, requires_grad=True)
-    inputs, _ = split(2, batch)
-    sum((i + 1) * share[0].sum() for i, share in enumerate(inputs)).backward()
-    assert batch.grad is not None
-    assert batch.grad.flatten().tolist() == [1, 1, 1, 2, 2]
 
 
 @pytest.mark.gpu

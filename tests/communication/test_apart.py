@@ -32,12 +32,12 @@ CALLS: dict[str, tuple[tuple[Call, str], tuple[Call, str]]] = {
         (lambda strategy, step: strategy.all_reduce(ones(2)), "all_reduce(sum) of float32[2]"),
     ),
     "dtype": (
-        (lambda strategy, step: strategy.all_gather(ones(3)), "all_gather() of float32[3]"),
-        (lambda strategy, step: strategy.all_gather(ones(3).int()), "all_gather() of int32[3]"),
+        (lambda strategy, step: strategy.communicator.all_gather(ones(3)), "all_gather() of float32[3]"),
+        (lambda strategy, step: strategy.communicator.all_gather(ones(3).int()), "all_gather() of int32[3]"),
     ),
     "source": (
-        (lambda strategy, step: strategy.broadcast(ones(3)), "broadcast(src=0) of float32[3]"),
-        (lambda strategy, step: strategy.broadcast(ones(3), 1), "broadcast(src=1) of float32[3]"),
+        (lambda strategy, step: strategy.communicator.broadcast(ones(3)), "broadcast(src=0) of float32[3]"),
+        (lambda strategy, step: strategy.communicator.broadcast(ones(3), 1), "broadcast(src=1) of float32[3]"),
     ),
     "forward": (
         (lambda strategy, step: step(), "forward of batch_norm.1"),

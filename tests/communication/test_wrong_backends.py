@@ -27,8 +27,7 @@ SAID_BY_EVERY_RANK = {
     "drops_a_rank_of_gathers": r"all_gather returned \(2, 64\), but must return a tensor of \(3, 64\)",
     "does_not_say_how_to_wait": r"broadcast returned None, but must return a function that waits",
     "starts_without_an_answer": r"start\(\) must return \(rank, world size\), but returned None",
-    "forgets_broadcast": r"\(unitrain_wrong:ForgetsBroadcast\) does not implement broadcast\.",
-    "called_otherwise": r"unitrain_wrong:CalledOtherwise, whose class attribute `name` is 'called_something_else'",
+    "called_otherwise": r"unitrain_wrong:CalledOtherwise, which is not a subclass of .*with this `name`",
     "no_backend": r"unitrain_wrong:NoBackend, which is not a subclass of unitrain\.Backend",
     "lacks_a_module": r"can't be imported: No module named 'unitrain_absent'",
 }

@@ -57,7 +57,7 @@ def evaluation_of_batch_norm(world: World) -> None:
         assert isinstance(model.norm, nn.BatchNorm1d)
         rows = torch.full((2, 4), float(strategy.rank), dtype=torch.float64) + torch.eye(2, 4)
         prepared(rows.to(strategy.device))
-        means = strategy.all_gather(model.norm.running_mean)  # type: ignore[arg-type]
+        means = strategy.communicator.all_gather(model.norm.running_mean)  # type: ignore[arg-type]
         with contextlib.suppress(ZeroDivisionError), strategy.evaluation(prepared):
             assert not prepared.training
             assert not torch.is_grad_enabled()

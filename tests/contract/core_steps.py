@@ -77,7 +77,7 @@ def preparation(world: World) -> None:
         assert returned[2] is optimizer
         assert world.shards or all(p is parameters[name] for name, p in model.named_parameters())
         assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-        momentum, state = strategy.broadcast(momentum), optimizer.state[model.first.weight]
+        momentum, state = strategy.communicator.broadcast(momentum), optimizer.state[model.first.weight]
         assert strategy.all_reduce(torch.tensor(bool(state)), "max")  # with shard_optimizer, one rank has it
         assert not state or torch.equal(strategy.full_tensor(state["momentum_buffer"]).cpu(), momentum)
         assert strategy.unwrap(returned[1]) is model

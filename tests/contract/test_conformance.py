@@ -8,15 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from core_duties import CORE_DUTIES
 from needs import FSDP, HOROVOD
-from partly_used import PartlyUsed
 from places import TESTS
-from ranks import horovodrun_environments, run_ranks
-from torch.optim import SGD
+from ranks import horovodrun_environments
 
-import unitrain
 from unitrain.communication.backend import backend_names
 from unitrain.testing.contract import check, parameters
 from unitrain.testing.duties import DUTIES, gradients, parity
@@ -72,8 +68,6 @@ def test_contract(request: pytest.FixtureRequest, world: World, duty: Duty) -> N
 
 
 DDP_OPTIONS = (
-    {"static_graph": True},
-    {"gradient_as_bucket_view": False},
     {"bucket_cap_mb": 1e-4},
     {"find_unused_parameters": True},
 )
@@ -108,22 +102,3 @@ def test_backend_of_a_third_party_is_listed_but_not_imported(monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "unitrain_store", raising=False)
     assert backend_names() == ["data_parallel", "ddp", "fsdp", "horovod", "single", "store"]
     assert "unitrain_store" not in sys.modules
-
-
-def train_partly_used(find: bool) -> list[list[float]]:
-    settings = {"static_graph": True, "find_unused_parameters": find}
-    with unitrain.init(backend="ddp", ddp=settings, device="cpu", timeout_s=30) as strategy:
-        torch.manual_seed(0)
-        model = PartlyUsed()
-        before = model.unused.weight.detach().clone()
-        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1, weight_decay=0.1))
-        for _ in range(3):
-            strategy.step(prepared(torch.ones(2, 2) * strategy.rank).pow(2).mean(), optimizer)
-        assert torch.equal(model.unused.weight, before), "weight decay must not change it, as on one device"
-        return model.used.weight.tolist()
-
-
-@pytest.mark.parametrize("find", [False, True])
-def test_a_static_graph_may_have_unused_parameters(find: bool) -> None:
-    first, second = run_ranks(train_partly_used, find)
-    assert first == second

@@ -35,9 +35,7 @@ class Mixing(nn.Module):
 
     def forward(self, x: Tensor, group: BatchGroup, length: int) -> Tensor:
         queries, keys, values = self.inner(x).chunk(3, -1)
-        # Parts of different sizes are known by the length, or exchanged.
-        known = length if isinstance(self.norm, nn.BatchNorm1d) else None
-        keys, values = group.gather(torch.stack([keys, values]), 2, known)
+        keys, values = group.gather(torch.stack([keys, values]), 2, length)
         x = x + F.scaled_dot_product_attention(queries, keys, values)
         x = x - group.sum(x.sum(1, keepdim=True)) / length
         rows = self.norm(x.reshape(-1, WIDTH)).view(x.shape)
@@ -115,7 +113,7 @@ def train(
         with strategy.evaluation(model):
             val = strategy.dataloader(data, global_batch_size=batch)
             for x, _ in val:
-                whole = group.gather(model(group.part(x, 1), group, length), 1)
+                whole = group.gather(model(group.part(x, 1), group, length), 1, length)
                 parts.append(strategy.gather(whole, in_order=val))
         return {
             "weights": flat(strategy.export(model).state_dict()),
@@ -178,7 +176,7 @@ def test_fsdp_stops_and_other_groups_continue(tmp_path: Path) -> None:
 def draw(strategy: Strategy) -> list[float]:
     """Return numbers that all ranks have drawn."""
     drawn = torch.tensor([torch.rand(()), np.random.rand(), random.random()], dtype=torch.float64)
-    return [float(each) for each in strategy.all_gather(drawn).sum(1)]
+    return [float(each) for each in strategy.communicator.all_gather(drawn).sum(1)]
 
 
 def draws(settings: dict[str, Any], folder: Path) -> tuple[list[float], list[float], bool]:

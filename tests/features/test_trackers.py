@@ -170,7 +170,7 @@ def test_what_makes_no_sense_is_refused(
         strategy.add(Trackers("wandb", tmp_path))
     (tmp_path / "file").touch()
     said = "the tracker tensorboard could not be started: FileExistsError"
-    with pytest.raises(ConfigError, match=rf"{said}.* Move the file that is in the way, or start"):
+    with pytest.raises(ConfigError, match=rf"{said}.* Correct that, or start"):
         strategy.add(Trackers(["tensorboard"], tmp_path / "file"))
     strategy._step.global_step = 5  # as after a resume: nobody may be there to correct it
     strategy.add(Trackers(["tensorboard"], tmp_path / "file")).log({"loss": 1.0}, 5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,21 +37,6 @@ def test_they_are_restored_after_an_error() -> None:
     with pytest.raises(KeyError):
         fail()
     assert drawn() == expected
-
-
-def test_a_bit_generator_of_the_user_s_stays() -> None:
-    """np.random draws from any that it is given; only a Mersenne Twister can be seeded anew."""
-    own: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    try:
-        np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
-        np.random.randn()
-        state: Any = np.random.get_state(legacy=False)
-        with generators_restored():
-            seed_generators(TWO)
-            np.random.randn(5)
-        assert np.random.get_state(legacy=False) == state
-    finally:
-        np.random.set_bit_generator(own)  # type: ignore[attr-defined]
 
 
 def test_separate_generators_go_on_where_they_were_left() -> None:

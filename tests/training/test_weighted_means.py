@@ -157,7 +157,7 @@ def in_an_evolution(backend: str) -> Tensor:
         model, loader = strategy.prepare(net()), strategy.dataloader(samples(), global_batch_size=BATCH)
         evolve(model, lambda: loader, strategy.mean, strategy.shard_like)
         for p in model.parameters():
-            whole = strategy.broadcast(torch.randn(p.shape, dtype=p.dtype))
+            whole = strategy.communicator.broadcast(torch.randn(p.shape, dtype=p.dtype))
             assert torch.equal(strategy.full_tensor(strategy.shard_like(whole, p)), whole)
             with pytest.raises(UsageError, match=r"shape \[9\], but the whole parameter"):
                 strategy.shard_like(torch.zeros(9), p)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.gathering import Gathering, differentiable_rows
+from unitrain.communication.gathering import differentiable_rows
 from unitrain.errors import UsageError
 
 
@@ -56,31 +56,27 @@ class BatchGroup:
         span = self.span(tensor.shape[dim])
         return tensor.narrow(dim, span.start, span.stop - span.start)
 
-    def gather(self, tensor: Tensor, dim: int, length: int | None = None) -> Tensor:
-        """Return the parts of all ranks, concatenated. Collective in the group.
+    def gather(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        """Return the parts of all ranks, of which ``part`` would be the inverse. Collective in the group.
 
         In the backward, each rank gets the sum of the ranks' gradients of its part.
 
         Args:
             tensor: this rank's part, of the same dtype and other sizes on all ranks.
             dim: the dimension that is divided.
-            length: size of the whole in it, if it was divided as by ``part``. Otherwise the ranks exchange the sizes of
-                their parts first, for which the host waits.
+            length: size of the whole in it. So the ranks need not exchange the sizes of their parts.
 
         Raises:
-            UsageError: the tensors differ in dtype or other sizes (without ``length``), on all ranks; or this rank's
-                part has another size than ``part`` would give it.
+            UsageError: this rank's part has another size than ``part`` would give it.
         """
         if self._communicator is None:
             return tensor
         rows = tensor.movedim(dim, 0)
-        if length is None:
-            return cast(Tensor, Gathering(self._communicator).gather(rows, differentiable=True)).movedim(0, dim)
         sizes = self._sizes(length)
         if len(rows) != sizes[self.rank]:
             raise UsageError(
                 f"gather() was given {len(rows)} of {length} elements of dimension {dim} on rank {self.rank} of its "
-                f"group, where part() has {sizes[self.rank]}: leave length= out for other parts."
+                f"group, where part() has {sizes[self.rank]}."
             )
         return differentiable_rows(self._communicator, rows, sizes).movedim(0, dim)
 

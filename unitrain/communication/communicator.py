@@ -107,14 +107,21 @@ class Communicator:
         return work.to(tensor.device, tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """See ``Strategy.all_gather``."""
+        """Return the tensors of all ranks, stacked along a new first dimension. Collective.
+
+        Args:
+            tensor: with the same shape and dtype on all ranks.
+
+        Raises:
+            UsageError: their shapes or dtypes differ; on all ranks.
+        """
         work = communicable(self, tensor, "all_gather")
         if self.world_size > 1 and not self.collectives.compares:  # calls that are compared name their lines, too
-            check_same_form(self.collectives, work)
+            _check_same_form(self.collectives, work)
         return self.collectives.all_gather(work).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """See ``Strategy.broadcast``."""
+        """Return rank ``src``'s tensor as a new tensor. Shape and dtype must be the same on all ranks. Collective."""
         self._check_rank(src)
         return self.collectives.broadcast(communicable(self, tensor, "broadcast"), src).to(tensor.device)
 
@@ -233,7 +240,7 @@ def _class_name(error: UnitrainError) -> str:
     return next(kind.__name__ for kind in type(error).__mro__ if kind in _ERROR_KINDS)
 
 
-def check_same_form(collectives: Collectives, tensor: Tensor) -> None:
+def _check_same_form(collectives: Collectives, tensor: Tensor) -> None:
     """Check that all ranks pass tensors of the same shape and dtype. Collective.
 
     Raises:

@@ -37,12 +37,10 @@ def difference_between_ranks(communicator: Communicator, facts: Mapping[str, Any
     """
     if are_identical(communicator, facts):
         return None
-    values = {name: repr(value) for name, value in facts.items()}
-    expected = communicator.broadcast_data(values)
-    differing = next((name for name in {**expected, **values} if expected.get(name) != values.get(name)), None)
-    # Several facts may differ, and all ranks must name the same one.
-    name = next(name for name in communicator.all_gather_data(differing) if name is not None)
-    return name, by_rank(enumerate(communicator.all_gather_data(str(facts.get(name, "missing")))))
+    every = communicator.all_gather_data({name: (repr(fact), str(fact)) for name, fact in facts.items()})
+    first, *others = every
+    name = next(name for those in others for name in {**first, **those} if first.get(name) != those.get(name))
+    return name, by_rank((rank, those[name][1] if name in those else "missing") for rank, those in enumerate(every))
 
 
 def first_reason(communicator: Communicator, *whys: str) -> str:

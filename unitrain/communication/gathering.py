@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unitrain.communication.communicator import Communicator, check_same_form, communicable
+from unitrain.communication.communicator import Communicator, communicable
 from unitrain.communication.structure import rebuilt, refilled
 from unitrain.errors import UsageError, by_rank
 from unitrain.rng import derived_seed
@@ -61,12 +61,6 @@ class Gathering:
             gathered = [_picked(rows, order) for rows in gathered]
         parts = iter(gathered)
         return rebuilt(value, lambda leaf: next(parts), closed=list)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """See ``Strategy.all_gather`` with ``differentiable``."""
-        check_same_form(self._communicator.collectives, tensor)
-        row = _in_rows(tensor.unsqueeze(0), has_rows=True, differentiable=True)
-        return differentiable_rows(self._communicator, row, [1] * self._communicator.world_size)
 
     def _gather(self, leaves: list[Any], form: str, misfit: tuple[int, int]) -> list[Any]:
         """Return the rows of all ranks for each leaf.

@@ -21,7 +21,6 @@ class Sharding:
     Args:
         of_parameters: whether each rank has a part of each parameter (a shard).
         replicas: number of ranks that have the same shard.
-        offloads: whether shards and their gradients are in host memory instead of on the device.
 
     Attributes:
         any: whether parameters or the state of optimizers are sharded.
@@ -29,12 +28,11 @@ class Sharding:
         owners: the ranks that have the states of parameters, if optimizers are sharded.
     """
 
-    def __init__(self, *, of_parameters: bool = False, replicas: int = 1, offloads: bool = False) -> None:
+    def __init__(self, *, of_parameters: bool = False, replicas: int = 1) -> None:
         self.of_parameters: bool = of_parameters
         self.of_optimizers: bool = False
         self.any: bool = of_parameters
         self.replicas: int = replicas
-        self.offloads: bool = offloads
         self.owners: dict[Parameter, int] = {}
 
     def divide_optimizers(self) -> None:

@@ -222,10 +222,9 @@ def broadcast_tensors(
         else:
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=communicator.device)
         communicator.collectives.broadcast(buffer, src)
-        for (target, source), part in zip(pieces, torch.split(buffer, sizes), strict=True):
-            if not (sends and _same_memory(target, source)):
-                # A copy, since the bytes of a tensor may begin where its dtype can't.
-                target.copy_(part.clone().view(target.dtype).view(target.shape))
+        for (target, _), part in zip(pieces, torch.split(buffer, sizes), strict=True):
+            # A copy, since the bytes of a tensor may begin where its dtype can't.
+            target.copy_(part.clone().view(target.dtype).view(target.shape))
 
 
 @torch.no_grad()
@@ -257,10 +256,6 @@ def _by_shard(communicator: Communicator, target: Tensor, source: Tensor) -> Ite
         start, end = end, end + len(shard) if shard.dim() else 0
         if shard.numel():
             yield shard, shard if source is target else source if shard is target else source[start:end]
-
-
-def _same_memory(target: Tensor, source: Tensor) -> bool:
-    return not target.is_meta and target.data_ptr() == source.data_ptr()
 
 
 def in_chunks(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:

@@ -14,8 +14,7 @@ from unitrain.settings.strategy_config import why_unknown
 _SOURCES = """\
 A setting is taken from the first of these that sets it: the command line, an environment variable (for strategy
 settings only: UNITRAIN_PRECISION for --strategy.precision, UNITRAIN_DDP__BUCKET_CAP_MB for
---strategy.ddp.bucket-cap-mb), the file given by --config, the default. {true,false} may also be written --FLAG and
---no-FLAG; null means no value."""
+--strategy.ddp.bucket-cap-mb), the file given by --config, the default. --FLAG alone means true; null means no value."""
 
 
 def read_command_line(
@@ -61,37 +60,20 @@ def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.Ar
     general.add_argument("-h", "--help", action="help", help="Show this message and exit.")
     general.add_argument("--config", dest="_config", metavar="FILE", help="Read settings from this YAML file.")
     parser.add_argument("--local-rank", "--local_rank", dest="_local_rank", help=argparse.SUPPRESS)
-    names = {flag(setting.path) for group in groups for setting in group.settings}
     for group in groups:
         title = dotted(group.path) or "settings"
         section = parser.add_argument_group(title, group.description or None)
         for setting in group.settings:
-            # --seed is short for --strategy.seed, unless the model has a field seed.
-            short = ["--seed"] if setting.path == ("strategy", "seed") and "--seed" not in names else []
-            _add_flag(section, setting, short)
+            section.add_argument(
+                flag(setting.path),
+                dest=dotted(setting.path),
+                # A switch may stand without a value.
+                nargs="?" if setting.is_switch else None,
+                const="true" if setting.is_switch else None,
+                metavar=f"{{{','.join(setting.choices)}}}" if setting.choices else "VALUE",
+                help=_help(setting).replace("%", "%%"),
+            )
     return parser
-
-
-def _add_flag(section: argparse._ArgumentGroup, setting: Setting, short: list[str]) -> None:
-    name = flag(setting.path)
-    section.add_argument(
-        name,
-        *short,
-        dest=dotted(setting.path),
-        # A switch may stand without a value.
-        nargs="?" if setting.is_switch else None,
-        const="true" if setting.is_switch else None,
-        metavar=f"{{{','.join(setting.choices)}}}" if setting.choices else "VALUE",
-        help=_help(setting).replace("%", "%%"),
-    )
-    if setting.is_switch:
-        section.add_argument(
-            name.replace("--", "--no-", 1),
-            dest=dotted(setting.path),
-            action="store_const",
-            const="false",
-            help=argparse.SUPPRESS,
-        )
 
 
 def _help(setting: Setting) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from unitrain.config import Section
 from unitrain.config import StrategyConfig as CommonConfig
-from unitrain.errors import ConfigError, UsageError
+from unitrain.errors import ConfigError
 from unitrain.job import excepthook
 from unitrain.settings.command_line import read_command_line
 from unitrain.settings.schema import did_you_mean, dotted, flag, groups_of, nested, variable
@@ -74,11 +74,6 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
         description: description of the program, for ``--help``.
     """
     excepthook.install_hook()
-    for name, field in model.model_fields.items():
-        if field.annotation is CommonConfig:
-            raise UsageError(
-                f"{model.__name__}.{name} is a unitrain.config.StrategyConfig: make it a unitrain.StrategyConfig."
-            )
     config_file, flags = read_command_line(groups_of(model), argv, prog=prog, description=description)
     # What the default of a section sets holds where other sources set other fields of it.
     defaults = {name: field.default for name, field in model.model_fields.items()}
@@ -97,9 +92,9 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
 
 def dump_yaml(model: BaseModel) -> str:
     """Return a configuration as YAML. ``--config`` reads an equal configuration from it."""
-    from unitrain.settings.yaml_file import dump
+    import yaml
 
-    return dump(model.model_dump(mode="json"))
+    return yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False)
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:

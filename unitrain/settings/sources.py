@@ -72,7 +72,9 @@ class _Messages:
         if kind == "extra_forbidden":
             return self._unknown(path)
         if kind == "invalid_key":
-            return f"{dotted(path[:-1])} has the key {_shown(details['input'])}, but the name of a setting is a string."
+            return (
+                f"the key {_shown(details['input'])} is not a string, as the name of a setting is (in YAML, quote it)."
+            )
         # The path may continue into an item of a list, or a member of a union.
         while path not in self._settings and path not in self._groups:
             path = path[:-1]

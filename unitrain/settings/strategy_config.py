@@ -28,17 +28,10 @@ def __getattr__(name: str) -> NoReturn:
 def _section_of(backend: str) -> tuple[type[Section], Any] | None:
     """Return a backend's section as a pydantic field, or None if the backend has no settings."""
     settings = load_backend(backend).Settings
-    if not (isinstance(settings, type) and issubclass(settings, Section)):
-        raise TypeError(f"its Settings is {settings!r}, but must be a subclass of unitrain.config.Section")
     if not settings.model_fields:
         return None
-    for name, field in settings.model_fields.items():
-        if field.is_required():
-            raise ValueError(f"its setting {name!r} has no default")
     if backend in config.StrategyConfig.model_fields or hasattr(config.StrategyConfig, backend):
         raise ValueError(f"StrategyConfig already has an attribute {backend!r}")
-    if not backend.isidentifier():
-        raise ValueError("its name is not a Python identifier")
     description = settings.__doc__ or f"Settings of the backend {backend}."
     return settings, Field(default=settings(), description=" ".join(description.split()))
 

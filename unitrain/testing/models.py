@@ -165,7 +165,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
 
 def differing_ranks(strategy: Strategy, tensor: Tensor) -> list[int]:
     """Return the ranks with another tensor than rank 0, bit for bit. Collective."""
-    gathered = strategy.all_gather(tensor)
+    gathered = strategy.communicator.all_gather(tensor)
     return [rank for rank, contribution in enumerate(gathered) if not torch.equal(contribution, gathered[0])]
 
 

@@ -188,7 +188,7 @@ def test_a_folder_that_is_gone_is_made_again_and_reported(
     [
         (
             replace,
-            r"can't be written to .*/run: .*File exists: .* in .*/run\. Move the file that is in the way, or use",
+            r"can't be written to .*/run: .*File exists: .* in .*/run\. Correct that, or use",
         ),
         (of_another_host, r"run was taken by process \d+ on elsewhere while this run was saving to it"),
     ],

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from unitrain_store import StoreBackend
 
-from unitrain import Backend
-
 
 class _Reducing(StoreBackend):
     """Reduces what was gathered right, however wrong ``all_gather`` and ``reduced`` are made."""
@@ -132,13 +130,6 @@ class StartsTheOtherWayRound(StoreBackend):
     def start(self) -> Any:
         rank, world_size = super().start()
         return world_size, rank
-
-
-class ForgetsBroadcast(Backend):
-    name = "forgets_broadcast"
-    start = StoreBackend.start
-    all_reduce = StoreBackend.all_reduce
-    all_gather = StoreBackend.all_gather
 
 
 class CalledOtherwise(StoreBackend):

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from unitrain.checkpoint.store.store import NAME, Store
 from unitrain.checkpoint.store.torch_files import open_regular
-from unitrain.errors import REMEDIES, CheckpointError
+from unitrain.errors import CheckpointError
 
 _BLOCK = 2**20
 
@@ -111,10 +111,10 @@ class Disk(Store):
     def reason(self, error: Exception) -> str:
         if not isinstance(error, OSError):
             return super().reason(error)
-        text, remedy = f"{error} in {self}", REMEDIES.get(error.errno or 0)
+        text = f"{error} in {self}"
         if error.errno == errno.ENOSPC:
             text += f", where {shutil.disk_usage(self.root).free} bytes are free. Earlier checkpoints are intact"
-        return f"{text}. {remedy}, or use another folder." if remedy else str(error)
+        return f"{text}. Correct that, or use another folder."
 
     def make(self, folder: str = "") -> None:
         """Make a folder. Raises CheckpointError rather than make one of another disk, below the mount."""

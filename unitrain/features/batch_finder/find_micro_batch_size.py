@@ -65,7 +65,7 @@ def find_micro_batch_size(strategy: unitrain.Strategy, attempt: Callable[[int], 
     while True:
         generators = rng.capture()
         with strategy.communicator.collectives.refused(alone):
-            error = _out_of_memory(strategy.devices, attempt, size)
+            error = _out_of_memory(strategy._backend.devices, attempt, size)
         rng.restore(generators)
         errors = strategy.communicator.all_gather_object(error)
         failed = [rank for rank, said in enumerate(errors) if said]

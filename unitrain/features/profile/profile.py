@@ -167,14 +167,14 @@ class Recording(StepHook):
             self._anchor = clock()
 
     def _begin(self) -> None:
-        collectives, undo = self._communicator.collectives, self._recording.callback
+        pulse, undo = self._communicator.collectives.pulse, self._recording.callback
         self._first = self._seen + 1
         self._offsets, self._error, self._zero = compare_clocks(self._communicator)
         if self._of_memory:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
             undo(torch.cuda.memory._record_memory_history, None)
-        collectives.mark_calls(_mark)
-        undo(collectives.mark_calls, None)
+        pulse.mark = _mark
+        undo(setattr, pulse, "mark", None)
 
     def before_call(self, call: str) -> None:
         """Mark a backward or an update."""

@@ -62,7 +62,7 @@ def save_weights(
     swapped = module.swapped() if isinstance(module, Average) else nullcontext(module)
     sockets.replicas.check("save_weights()")
     with swapped as model:
-        average_statistics([model], sockets.communicator, strategy.shares)
+        average_statistics([model], sockets.communicator, sockets.prepared.shares)
         _save(sockets.communicator, sockets.prepared.unwrap(model), folder, max_file_size)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unitrain.errors import REMEDIES, ConfigError, UsageError
+from unitrain.errors import ConfigError, UsageError
 from unitrain.features.trackers import libraries
 from unitrain.process import print_stderr
 from unitrain.training.feature import Feature
@@ -107,8 +107,7 @@ class Trackers(Feature):
                 reason = f"the tracker {tracker} could not be started: {type(error).__name__}: {error}"
                 if not step:
                     self._close(completed=False)
-                    remedy = REMEDIES.get(getattr(error, "errno", None) or 0, "Correct its settings")
-                    raise ConfigError(f"{reason}. {remedy}, or start without it.") from error
+                    raise ConfigError(f"{reason}. Correct that, or start without it.") from error
                 # A job that was restarted at night must not end for want of a server.
                 print_stderr(f"unitrain: {reason}. The run is resumed without it.")
 

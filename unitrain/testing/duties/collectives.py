@@ -87,10 +87,14 @@ def gathers_and_broadcasts(world: World) -> None:
             for case, mine in enumerate(by_rank[strategy.rank]):
                 expected = torch.stack([given[case] for given in by_rank])
                 name = f"{dtype}{list(mine.shape)}"
-                _assert_equal(strategy.all_gather(mine), expected, f"all_gather of {name}")
+                _assert_equal(strategy.communicator.all_gather(mine), expected, f"all_gather of {name}")
                 # Every rank in turn, since a backend may only ever have been tried with rank 0.
                 for src in range(strategy.world_size):
-                    _assert_equal(strategy.broadcast(mine, src), expected[src], f"broadcast of {name} from rank {src}")
+                    _assert_equal(
+                        strategy.communicator.broadcast(mine, src),
+                        expected[src],
+                        f"broadcast of {name} from rank {src}",
+                    )
                 _assert_equal(mine, list(_contributions(dtype, strategy.rank))[case], f"the input {name}")
 
 
@@ -120,5 +124,5 @@ def nan_in_reductions(world: World) -> None:
                 assert is_nan.tolist() == [True, False] * 32, f"{op} of {dtype} with NaN on rank {bad_rank}"
             for op in ("max", "min"):
                 reduced = strategy.all_reduce(mine, op)  # type: ignore[arg-type]
-                everyone = strategy.all_gather(reduced.double().nan_to_num(-1.0))
+                everyone = strategy.communicator.all_gather(reduced.double().nan_to_num(-1.0))
                 assert torch.equal(everyone, everyone[:1].expand_as(everyone)), f"{op} of {dtype} differs between ranks"
