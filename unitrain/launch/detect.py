@@ -39,8 +39,7 @@ class Launch:
     """Address of the rendezvous, as host:port; None with MPI, through which rank 0 broadcasts it, and where SLURM does
     not tell it."""
     step: str | None = None
-    """The id of what the site's launcher started, which tells apart jobs that come to one address: SLURM's JOB.STEP, or
-    the id of PALS, Flux or LSF; None with other launchers."""
+    """SLURM's JOB.STEP, which tells apart jobs that come to one address; None with other launchers."""
     mpi: str | None = None
     """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or one based on it:
     Intel MPI, Cray MPICH, MVAPICH)."""
@@ -105,8 +104,6 @@ class _Launcher:
     """Reads and checks what else it tells."""
     mpi: str | None = None
     """As in ``Launch``, where it is always the same."""
-    ids: tuple[str, ...] = ()
-    """Variables with the id of a job, the most specific first: a scheduler's job may start several of a launcher's."""
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
         """Return whether this launcher has started the process, as far as its variables tell."""
@@ -118,8 +115,7 @@ class _Launcher:
         """Read the launch from the variables: first the place in the job, then where the ranks meet, then the rest."""
         if self.place is None:
             return Launch(self.name)
-        job = next((variables.string(name) for name in self.ids if name in variables), None)
-        launch = replace(self.place.read(self.name, variables), mpi=self.mpi, step=job)
+        launch = replace(self.place.read(self.name, variables), mpi=self.mpi)
         # The user's choice of an address comes first.
         if self.meet is None or any(name in variables for name in _MASTER):
             launch = replace(launch, rendezvous="tcp", address=variables.address(*_MASTER))
@@ -226,7 +222,6 @@ def _mpirun(
     place: _Place,
     more: Callable[[Variables, Launch], Launch] | None = None,
     *,
-    ids: tuple[str, ...] = (),
     present: Callable[[Mapping[str, str]], bool] | None = None,
 ) -> _Launcher:
     """Return a launcher of MPI: rank 0 broadcasts the address of its store through MPI."""
@@ -237,7 +232,7 @@ def _mpirun(
         return replace(launch, rendezvous="mpi")
 
     # All are called mpirun: to the rest of the package they are one launcher. All but Open MPI have the ABI of MPICH.
-    return _Launcher("mpirun", shows, f"Start the job with {start} {_LEAVE}", place, meet, more, "MPICH", ids)
+    return _Launcher("mpirun", shows, f"Start the job with {start} {_LEAVE}", place, meet, more, "MPICH")
 
 
 _BY_PRECEDENCE = (
@@ -260,16 +255,14 @@ _BY_PRECEDENCE = (
     # the node, not the rank of the node.
     _mpirun("mpirun -np N python SCRIPT", _Place.under("OMPI_COMM_WORLD"), _open_mpi),
     # Of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI.
-    _mpirun("jsrun -n N python SCRIPT", _Place.under("JSM_NAMESPACE"), ids=("LSB_JOBID",)),
+    _mpirun("jsrun -n N python SCRIPT", _Place.under("JSM_NAMESPACE")),
     _mpirun(
         "mpiexec -n N --ppn N python SCRIPT (PALS)",  # HPE's
         _Place("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID"),
-        ids=("PALS_APID", "PBS_JOBID"),
     ),
     _mpirun(
         "flux run -n N python SCRIPT",
         _Place("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", _tasks_on_a_node),
-        ids=("FLUX_JOB_ID",),
     ),
     _mpirun("mpirun_rsh -np N HOSTS python SCRIPT", _Place.under("MV2_COMM_WORLD")),  # of MVAPICH2
     _mpirun(

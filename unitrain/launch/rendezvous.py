@@ -5,19 +5,16 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import os
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
-from unitrain.errors import BackendError, CommunicationError, LaunchError
+from unitrain.errors import CommunicationError, LaunchError
 from unitrain.launch import mpi
-from unitrain.launch.allocation import address_of_rank_0
 from unitrain.launch.detect import Launch
 from unitrain.launch.meeting import check_torchrun, meet_in_new_store, meet_in_served_store
 from unitrain.launch.network import horovodrun_server
@@ -123,20 +120,14 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
 
 
 def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
-    """Let rank 0 broadcast the address of its store through MPI; without mpi4py, use the scheduler's hosts."""
-    try:
-        with mpi.all_ranks(launch) as world:
-            # Now or never: MPI is finalised at the end of the block, and can't be started again.
-            drawn = secrets.token_bytes(_SECRET_BYTES) if launch.rank == 0 else None
-            _secrets[launch] = mpi.broadcast(world, drawn)
-            return _at_port_of_rank_0(
-                launch, timeout, lambda offer: mpi.broadcast(world, None if offer is None else offer.encode()).decode()
-            )
-    except BackendError:
-        address = address_of_rank_0(launch, os.environ)
-        if address is None:
-            raise
-    return _at_address(replace(launch, rendezvous="tcp", address=address), timeout)
+    """Let rank 0 broadcast the address of its store through MPI."""
+    with mpi.all_ranks(launch) as world:
+        # Now or never: MPI is finalised at the end of the block, and can't be started again.
+        drawn = secrets.token_bytes(_SECRET_BYTES) if launch.rank == 0 else None
+        _secrets[launch] = mpi.broadcast(world, drawn)
+        return _at_port_of_rank_0(
+            launch, timeout, lambda offer: mpi.broadcast(world, None if offer is None else offer.encode()).decode()
+        )
 
 
 def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:
