@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from datetime import timedelta
 
-import psutil
 from torch.distributed import DistError, PrefixStore, Store
 
 from unitrain.errors import CommunicationError, LaunchError, listed
 from unitrain.launch.detect import Launch
-from unitrain.process import print_stderr
 
-_REMEDY = (
-    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every host: the ranks then get a new "
-    "address after each change of hosts."
-)
 _GO_ON, _DOUBLED, _COMPLETE = "unitrain/go on", "unitrain/doubled", "unitrain/complete"
 _STEP = "unitrain/step"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
@@ -103,39 +96,6 @@ def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> St
         # More and more rarely: the store, which rank 0 may share with thousands, answers one request at a time.
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S * max(1, launch.world_size / _CALM))
     raise _incomplete(launch, timeout, "rank 0" if part is None or not is_first else _missing(part, launch))
-
-
-def check_torchrun(launch: Launch) -> None:
-    """Check the address that torchrun's own store has, where it shares it with the ranks.
-
-    torchrun keeps the first address that it was told (torch 2.15). A host that comes later is told none, and ends after
-    60 s; and after rank 0's host was lost, the next one keeps its own, though another host becomes the first.
-
-    Args:
-        launch: how this process was started. Rank 0 warns of the first case.
-
-    Raises:
-        LaunchError: this host waits at a store that it opened itself.
-    """
-    torchrun = psutil.Process().parent()
-    if torchrun is None:
-        return
-    try:
-        command = " ".join(torchrun.cmdline())
-        listening = [tcp for tcp in torchrun.net_connections("tcp") if tcp.status == psutil.CONN_LISTEN]
-    except psutil.Error:  # another user's, or ended
-        return
-    if launch.node_rank and int(str(launch.address).rpartition(":")[2]) in [tcp.laddr.port for tcp in listening]:
-        raise LaunchError(
-            f"torchrun has sent rank {launch.rank} to {launch.address}, a store that it opened itself when this host "
-            f"was the first of the job, but rank 0 is on another host now, and waits elsewhere. {_REMEDY}",
-            on_all_ranks=launch.local_rank > 0,
-        )
-    hosts = re.search(r"--nnodes[= ](\d+):(\d+)", command)
-    if launch.rank == 0 and hosts is not None and hosts[1] != hosts[2]:
-        print_stderr(
-            f"unitrain: torchrun may use {hosts[1]} to {hosts[2]} hosts, but none could join it later. {_REMEDY}"
-        )
 
 
 def _check_step(store: Store, launch: Launch, timeout: timedelta) -> None:

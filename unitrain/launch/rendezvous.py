@@ -16,7 +16,7 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 from unitrain.errors import CommunicationError, LaunchError
 from unitrain.launch import mpi
 from unitrain.launch.detect import Launch
-from unitrain.launch.meeting import check_torchrun, meet_in_new_store, meet_in_served_store
+from unitrain.launch.meeting import meet_in_new_store, meet_in_served_store
 from unitrain.launch.network import horovodrun_server
 from unitrain.launch.network.addresses import own_addresses, reach
 from unitrain.launch.network.tcp_store import LOOPBACK, join_store, open_store
@@ -91,8 +91,6 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
             f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0 that all hosts reach.",
             on_all_ranks=launch.local_rank > 0,
         ) from error
-    if launch.rendezvous == "served":
-        check_torchrun(launch)
     opens = launch.rank == 0 and launch.rendezvous == "tcp"
     try:
         if opens:
