@@ -37,7 +37,7 @@ UNBOUNDED = {"SLURM_JOB_ID", "SLURM_STEP_ID", *LEADERS}
 """Variables that may hold any number of up to ten digits."""
 FREE = {"PMIX_NAMESPACE"}
 """Variables that must be there, with any text."""
-OPTIONAL = {"SLURM_STEP_RESV_PORTS", "SLURM_STEP_NUM_TASKS", "HOROVOD_CPU_OPERATIONS", "SLURM_HET_SIZE"}
+OPTIONAL = {"SLURM_STEP_NUM_TASKS", "HOROVOD_CPU_OPERATIONS", "SLURM_HET_SIZE"}
 OPTIONAL |= LEADERS  # one of them is enough
 """Variables that need not be there."""
 

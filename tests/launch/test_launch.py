@@ -87,7 +87,6 @@ EXPECTED: dict[str, list[Launch]] = {
     "intel-mpi": on_one_host("mpirun", rendezvous="mpi", mpi="MPICH"),
     "srun": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21010", step="10.0"),
     "srun-pmi2": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21212", step="12.0"),
-    "srun-resv-ports": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21013", step="26.0"),
     "srun-inside-sbatch": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21616", step="16.0"),
     "srun-inside-srun-pty": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21003", step="21.1"),
     "srun-two-nodes": on_two_nodes(address="node0:21111", step="11.0"),
@@ -305,4 +304,3 @@ def test_step_port() -> None:
     assert len({step_port(job, 0) for job in range(10_000)}) == 10_000
     assert all(port in PORTS for port in ports)
     assert step_port(2**31, 2**31) in PORTS
-    assert step_port(7, 0, "12000-12003") == step_port(7, 0, "12000,12007") == 12000
