@@ -291,13 +291,6 @@ def test_variables_of_another_heterogeneous_job_are_ignored() -> None:
     assert detect({**own, **stale}).address == detect(own).address
 
 
-def test_where_rank_0_is_may_be_unknown() -> None:
-    environ = {**RECORDED["srun-two-nodes"][0], "SLURM_DISTRIBUTION": "arbitrary"}
-    assert detect(environ).address is None
-    assert detect({**environ, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}).address == "node1:29500"
-    assert detect({**RECORDED["srun"][0], "SLURM_DISTRIBUTION": "arbitrary"}).address == "127.0.0.1:21010"
-
-
 def test_step_port() -> None:
     ports = [step_port(job, step) for job in range(1000, 1010) for step in range(101)]
     assert len(set(ports)) == len(ports)

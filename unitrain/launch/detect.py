@@ -36,8 +36,7 @@ class Launch:
     """How the ranks find one another: a TCP store that rank 0 opens (tcp) or that the launcher keeps open (served),
     MPI (mpi), horovodrun's key-value server (horovod), or none needed (alone)."""
     address: str | None = None
-    """Address of the rendezvous, as host:port; None with MPI, through which rank 0 broadcasts it, and where SLURM does
-    not tell it."""
+    """Address of the rendezvous, as host:port; None with MPI, through which rank 0 broadcasts it."""
     step: str | None = None
     """SLURM's JOB.STEP, which tells apart jobs that come to one address; None with other launchers."""
     mpi: str | None = None

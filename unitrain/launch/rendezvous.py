@@ -75,12 +75,7 @@ def shared_secret(launch: Launch, timeout_s: float) -> bytes | None:
 
 def _at_address(launch: Launch, timeout: timedelta) -> Store:
     """Connect to the launch's address, where rank 0 opens the store unless the launcher keeps one open."""
-    if launch.address is None:
-        raise LaunchError(
-            "with srun --distribution=arbitrary, SLURM does not say on which host rank 0 is. Set MASTER_ADDR to the "
-            "first line of SLURM_HOSTFILE and MASTER_PORT to a port that is free there, or leave out the option."
-        )
-    address = launch.address
+    address = str(launch.address)
     host, _, port = address.rpartition(":")
     try:
         # torch's client would try to resolve a wrong name until its timeout.

@@ -88,8 +88,8 @@ def tasks_here(variables: Variables) -> int:
     return len(tasks)
 
 
-def step_address(variables: Variables, *, several_hosts: bool) -> str | None:
-    """Return host:port for the rendezvous of a step; None if SLURM does not tell on which host rank 0 is.
+def step_address(variables: Variables, *, several_hosts: bool) -> str:
+    """Return host:port for the rendezvous of a step.
 
     Args:
         variables: SLURM's variables, which are recorded as the evidence.
@@ -97,8 +97,6 @@ def step_address(variables: Variables, *, several_hosts: bool) -> str | None:
     """
     job, step = step_ids(variables)
     nodes = _nodes(variables, "SLURM_STEP_NODELIST")
-    if several_hosts and variables.environ.get("SLURM_DISTRIBUTION") == "arbitrary":
-        return None
     # A node's name may not resolve outside SLURM, so it is used only if there are several nodes.
     host = _host_of_rank_0(variables, nodes, job) if several_hosts else "127.0.0.1"
     return f"{host}:{step_port(job, step)}"
