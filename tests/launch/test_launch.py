@@ -88,7 +88,7 @@ EXPECTED: dict[str, list[Launch]] = {
     "srun": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21010", step="10.0"),
     "srun-pmi2": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21212", step="12.0"),
     "srun-inside-sbatch": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21616", step="16.0"),
-    "srun-inside-srun-pty": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21003", step="21.1"),
+    "srun-inside-srun-pty": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:22122", step="21.1"),
     "srun-two-nodes": on_two_nodes(address="node0:21111", step="11.0"),
     "srun-heterogeneous": on_two_nodes(address="node1:23030", step="30.0"),
     "srun-het-group": on_two_nodes(address="node1:23232", step="32.0"),

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import forked_python
 import free_ports
 import psutil
 import pytest
@@ -223,18 +222,12 @@ def test_port_is_taken() -> None:
             rendezvous(rank_0_of_2(f"127.0.0.1:{port}"), 5)
 
 
-@pytest.mark.launcher
-def test_port_is_taken_by_one_that_says_nothing(script: list[str]) -> None:
+def test_port_is_taken_by_one_that_says_nothing() -> None:
     """The others find it out too; torch's client would wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        done = run(forked_python.command(*script[1:]), {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    assert done.returncode != 0
-    assert (
-        f"LaunchError: the rendezvous address of env is 127.0.0.1:{port}, but another program than rank 0"
-        in done.stderr
-    )
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(LaunchError, match=rf"address of env is {address}, but another program than rank 0"):
+            rendezvous(replace(rank_0_of_2(address), rank=1), 1)
 
 
 def test_host_is_unknown() -> None:
