@@ -19,7 +19,7 @@ from unitrain.launch.detect import Launch
 from unitrain.launch.variables import OVERRIDE
 
 _TOGETHER_S = 5.0
-_JOBS = ("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
+_JOBS = ("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "SLURM_JOB_ID")
 _RANK = "_UNITRAIN_RANK"  # of a running job, with the variables that were read: a child inherits it
 
 
