@@ -112,10 +112,7 @@ class Job:
                 hosts = [member.host for member in members]
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
             self.watch = Watch(communicator, members, boundaries, config, launch, key.value)
-            watch_exit(
-                str(self.watch), self.pulse,
-                warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,
-            )  # fmt: skip
+            watch_exit(str(self.watch), self.pulse, config.timeout_s)
         # A single process has no hub to agree with, but is stopped by signals as well.
         send = None if self.watch is None else self.watch.send
         self.stopping: Stopping = Stopping(boundaries, self.pulse, send, is_main=communicator.is_main)
