@@ -33,7 +33,6 @@ _SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGH
 # A process with one of these is a rank, unless the same value is in this process's environment.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK")
 
-_QUICK_S = 10.0
 _LONGEST_PAUSE_S = 30.0
 # Time for a launcher to notice that its ranks have ended; mpirun takes 2 s if they did not end at the same moment.
 _LEAVE_S = 5.0
@@ -82,7 +81,6 @@ def _run(command: Sequence[str], max_restarts: int, mask: Iterable[int], earlier
         mask: the signals that are blocked in the command.
         earlier: as in ``_kill_all``.
     """
-    quick_failures = 0
     for restart in range(1, max_restarts + 2):
         attempt = _Attempt(command, mask)
         started = time.monotonic()
@@ -97,9 +95,8 @@ def _run(command: Sequence[str], max_restarts: int, mask: Iterable[int], earlier
             _print(f"{ended}; no restarts left (--max-restarts {max_restarts}).")
             break
         # A command that fails at once would otherwise use up its restarts within seconds, while a host comes back, say.
-        quick_failures = quick_failures + 1 if seconds < _QUICK_S else 0
-        pause = min(2.0 ** (quick_failures - 1), _LONGEST_PAUSE_S) if quick_failures else 0.0
-        _print(f"{ended}; restart {restart} of {max_restarts}{f' in {pause:g} s' if pause else ''}.")
+        pause = min(2.0 ** (restart - 1), _LONGEST_PAUSE_S)
+        _print(f"{ended}; restart {restart} of {max_restarts} in {pause:g} s.")
         stop = signal.sigtimedwait(_awaited(), pause)
         if stop is not None:
             return 128 + stop.si_signo
