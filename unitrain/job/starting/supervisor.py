@@ -15,9 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -182,39 +181,38 @@ class _Attempt:
 
 
 def _receivers(command: psutil.Process, number: signal.Signals) -> list[psutil.Process]:
-    """Return the processes to signal: the ranks on this host, or the command if there are none.
+    """Return the processes to signal: the ranks on this host that handle the signal, or the command if there are none.
 
     Of a shell and the program that it runs, the one that handles the signal gets it: it would kill the other.
     """
-    ranks = list(_topmost(command, _is_rank)) or [command]
-    handles = partial(_handles, number=number)
-    return [process for rank in ranks for process in list(_topmost(rank, handles)) or [rank]]
+    family = [command, *command.children(recursive=True)]
+    ranks = [process for process in family if _is_rank(process)] or family
+    handling = [process for process in ranks if _handles(process, number)]
+    # What a rank has started is the rank's to stop.
+    return [process for process in handling if not _ancestors(process) & set(handling)] or [command]
 
 
-def _topmost(process: psutil.Process, condition: Callable[[psutil.Process], bool]) -> Iterator[psutil.Process]:
-    """Yield the topmost processes in a tree that meet a condition: below one that does, no other is looked for."""
-    try:
-        matches = condition(process)
-        children = process.children()
-    except (OSError, psutil.Error):  # the process has just ended
-        return
-    if matches:
-        yield process
-        return
-    for child in children:
-        yield from _topmost(child, condition)
+def _ancestors(process: psutil.Process) -> set[psutil.Process]:
+    """Return the parent of a process, its parent, and so on; none if the process has just ended."""
+    with suppress(psutil.Error):
+        return set(process.parents())
+    return set()
 
 
 def _is_rank(process: psutil.Process) -> bool:
     """Return whether a process is a rank: a launcher has set its rank, or has changed the rank that it inherited."""
-    environ = process.environ()
-    return any(name in environ and environ[name] != os.environ.get(name) for name in _RANK_VARIABLES)
+    with suppress(psutil.Error, OSError):  # the process has just ended
+        environ = process.environ()
+        return any(name in environ and environ[name] != os.environ.get(name) for name in _RANK_VARIABLES)
+    return False
 
 
 def _handles(process: psutil.Process, number: signal.Signals) -> bool:
     """Return whether a process has a handler for a signal, according to the mask SigCgt in proc(5)."""
-    caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    with suppress(OSError, IndexError):  # the process has just ended
+        caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    return False
 
 
 def _kill_all(spared: set[psutil.Process]) -> None:
