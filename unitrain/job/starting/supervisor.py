@@ -10,6 +10,7 @@ What the command leaves behind is adopted, and killed.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -117,7 +118,7 @@ class _Attempt:
     def __init__(self, command: Sequence[str], mask: Iterable[int]) -> None:
         self.stopped = False
         self._signalled: list[psutil.Process] = []
-        self._ended_at: float | None = None
+        self._leave_by = math.inf
 
         def prepare() -> None:
             # If this process is killed, the command gets a SIGTERM; a launcher then ends its ranks.
@@ -152,6 +153,7 @@ class _Attempt:
     def _stop(self, number: signal.Signals) -> None:
         """Send a signal to the ranks on this host, or to the command if there are none."""
         self.stopped = True
+        self._leave_by = time.monotonic() + _LEAVE_S
         self._signalled = _receivers(psutil.Process(self._process.pid), number)
         for process in self._signalled:
             with suppress(psutil.NoSuchProcess):
@@ -159,13 +161,10 @@ class _Attempt:
 
     def _end_launcher(self) -> None:
         """End a launcher that keeps running after its ranks have stopped: torchrun, say, which may restart them."""
-        if not self._signalled or any(process.is_running() for process in self._signalled):
-            return
-        if self._ended_at is None:
-            self._ended_at = time.monotonic()
-        elif time.monotonic() - self._ended_at > _LEAVE_S:
+        if any(process.is_running() for process in self._signalled):
+            self._leave_by = time.monotonic() + _LEAVE_S
+        elif time.monotonic() > self._leave_by:
             # SIGTERM ends torchrun for good. It would take the end of its ranks for a failure, and start them again.
-            self._signalled.clear()
             self._process.terminate()
 
     def _reap(self) -> int | None:
