@@ -124,10 +124,6 @@ def advice(launch: Launch, gpus: int) -> list[str]:
         gpus: how many GPUs this process may choose from.
     """
     lines = []
-    if launch.also:
-        lines.append(
-            f"started by {launch.launcher}; the variables of {', '.join(launch.also)} are set too, and are ignored."
-        )
     script = " ".join(sys.argv) or "SCRIPT"
     if gpus > 1 and launch.world_size == 1 and launch.launcher in ("torchrun", "python"):
         faster = f"`torchrun --nproc-per-node {gpus} {script}`, one process for each, is the fastest way to use them."

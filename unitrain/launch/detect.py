@@ -44,8 +44,6 @@ class Launch:
     Intel MPI, Cray MPICH, MVAPICH)."""
     elastic: bool = False
     """Whether horovodrun continues with other processes when one fails, and when hosts are added or removed."""
-    also: tuple[str, ...] = ()
-    """Other launchers with variables that are set too. They are ignored."""
     evidence: tuple[str, ...] = ()
     """The variables that this was read from, as NAME=value."""
 
@@ -311,17 +309,10 @@ def detect(environ: Mapping[str, str]) -> Launch:
         )
     variables = Variables(environ, chosen.name, chosen.remedy)
     launch = chosen.read(variables)
-    if chosen is _SPAWN or any(launcher.name == "torchrun" for launcher in present):
-        present = [launcher for launcher in present if launcher is not _ENV]  # it sets RANK itself
-    # RANK and WORLD_SIZE may be left from an earlier shell, or be meant. Only the user knows.
-    elif _ENV in present and chosen is not _ENV and OVERRIDE not in environ:
+    # torchrun sets RANK itself. Otherwise it may be left from an earlier shell, or be meant: only the user knows.
+    if _ENV in present and OVERRIDE not in environ and launch.launcher not in ("env", "torchrun"):
         _refuse_contradiction(launch, environ)
-    also = [launcher.name for launcher in present if launcher not in (chosen, _PYTHON)]
-    return replace(
-        launch,
-        also=tuple(name for name in dict.fromkeys(also) if name != chosen.name),
-        evidence=tuple(f"{name}={value}" for name, value in variables.used.items()),
-    )
+    return replace(launch, evidence=tuple(f"{name}={value}" for name, value in variables.used.items()))
 
 
 def _overridden(environ: Mapping[str, str]) -> _Launcher | None:
