@@ -19,7 +19,8 @@ from unitrain.launch.detect import Launch
 from unitrain.launch.variables import OVERRIDE
 
 _TOGETHER_S = 5.0
-_JOBS = ("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "SLURM_JOB_ID")
+JOBS = ("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "SLURM_JOB_ID")
+"""Variables with the id of a scheduler's job."""
 _RANK = "_UNITRAIN_RANK"  # of a running job, with the variables that were read: a child inherits it
 
 
@@ -41,12 +42,12 @@ class _Process(NamedTuple):
     def is_copy_of(self, other: _Process) -> bool:
         """Whether both were started together, by one parent or in one job of a scheduler, with the same settings."""
         settings, other_settings = (
-            {name: value for name, value in process.environ.items() if name in _JOBS or name.startswith("UNITRAIN_")}
+            {name: value for name, value in process.environ.items() if name in JOBS or name.startswith("UNITRAIN_")}
             for process in (self, other)
         )
         # Runs that a user starts by hand, one after the other, are further apart.
         together = abs(self.started - other.started) <= _TOGETHER_S
-        one_source = self.parent == other.parent > 0 or any(name in settings for name in _JOBS)
+        one_source = self.parent == other.parent > 0 or any(name in settings for name in JOBS)
         return together and one_source and settings == other_settings and self.folder == other.folder
 
 

@@ -150,10 +150,6 @@ def _horovodrun(variables: Variables, launch: Launch) -> Launch:
 
 def _open_mpi(variables: Variables, launch: Launch) -> Launch:
     """Read which Open MPI has started this process: 4 uses ORTE, and 5 uses PRRTE."""
-    if "PMIX_RANK" in variables or "PMIX_NAMESPACE" in variables:
-        # MPI_Init aborts or hangs if they are wrong.
-        variables.matching("PMIX_RANK", str(launch.rank), f"'{launch.rank}', the value of OMPI_COMM_WORLD_RANK")
-        variables.string("PMIX_NAMESPACE")
     # Open MPI 5 starts its processes through PRRTE, and can't talk to a library of Open MPI 4.
     is_5 = "OMPI_VERSION" in variables or "PRTE_LAUNCHED" in variables
     return replace(launch, mpi="Open MPI 5" if is_5 else "Open MPI 4")
