@@ -25,8 +25,6 @@ SAID_BY_EVERY_RANK = {
     "rounds_apart": r"all_reduce with op 'sum' gave different bits on different ranks",
     "reduces_a_copy": r"all_reduce with op 'sum' gave \[0\..* instead of",
     "drops_a_rank_of_gathers": r"all_gather returned \(2, 64\), but must return a tensor of \(3, 64\)",
-    "does_not_say_how_to_wait": r"broadcast returned None, but must return a function that waits",
-    "starts_without_an_answer": r"start\(\) must return \(rank, world size\), but returned None",
     "called_otherwise": r"unitrain_wrong:CalledOtherwise, which is not a subclass of .*with this `name`",
     "no_backend": r"unitrain_wrong:NoBackend, which is not a subclass of unitrain\.Backend",
     "lacks_a_module": r"can't be imported: No module named 'unitrain_absent'",
@@ -81,7 +79,7 @@ def start(backend: str) -> None:
     [
         ("gathers_in_any_order", BackendError, r"all_gather gave \[.* on rank [12] of 3"),
         ("broadcasts_from_rank_0", BackendError, r"broadcast from rank 2 gave \[.* on rank \d of 3"),
-        ("starts_the_other_way_round", LaunchError, r"this process is rank \d of 3, but .* returned rank 3 of \d"),
+        ("starts_the_other_way_round", LaunchError, r"this process is rank \d of 3, but .* returned \(3, \d\) as its"),
     ],
 )
 def test_a_mistake_that_some_ranks_see_is_the_one_reported(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -108,26 +105,3 @@ def test_a_rank_of_another_step_of_slurm_is_refused_and_not_counted(served: TCPS
             meet_in_new_store(store, other, timedelta(seconds=LONG_S))
         meet_in_new_store(store, replace(launch, rank=1), timedelta(seconds=LONG_S))
         rank_0.result()
-
-
-CHILD = """
-import sys
-from unitrain.errors import LaunchError
-from unitrain.launch.detect import Launch
-from unitrain.launch.meeting import check_torchrun
-address = f"node1:{sys.argv[1]}"
-check_torchrun(Launch("torchrun", world_size=4, node_rank=0, address=address))
-try:
-    check_torchrun(Launch("torchrun", rank=2, world_size=4, node_rank=1, address=address))
-except LaunchError as error:
-    print(error)
-"""
-
-
-def test_torchruns_own_store_on_a_host_that_is_no_longer_the_first() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as store:  # of the process that starts the rank
-        port = str(store.getsockname()[1])
-        done = subprocess.run([sys.executable, "-c", CHILD, port], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert f"torchrun has sent rank 2 to node1:{port}, a store that it opened itself" in done.stdout
-    assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started" in done.stdout

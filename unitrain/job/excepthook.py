@@ -21,7 +21,6 @@ from unitrain.job.ending import end_for_others, is_succeeded
 from unitrain.job.job import CAUSE_S, Job, current
 from unitrain.job.watch.messages import Verdict
 from unitrain.launch.detect import Launch, detect
-from unitrain.launch.local_ranks import LocalRanks
 from unitrain.process import exit_now, print_stderr
 
 # An error on all ranks (a wrong setting) is reported by rank 0; the others report it if they still run after this.
@@ -73,20 +72,13 @@ class FailureHook:
             exit_now(130, "unitrain: interrupted" if launch.rank == 0 else "")
         code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
         # A wrong setting is wrong on every rank. Its message names it, so the line of the script does not matter.
-        # So is a missing library, found before the ranks have met.
-        on_all_ranks = (
-            isinstance(error, ConfigError)
-            or (isinstance(error, LaunchError) and error.on_all_ranks)
-            or (isinstance(error, BackendError) and job is None)
-        )
+        lacks_library = job is None and isinstance(error, BackendError)
+        on_all_ranks = lacks_library or isinstance(error, (ConfigError, LaunchError))
         if on_all_ranks and launch.rank > 0 and watch is None:
             # srun passes the same arguments to all tasks, and does not end the remaining ones.
-            if launch.launcher == "srun" and not isinstance(error, BackendError):
+            if launch.launcher == "srun" and isinstance(error, ConfigError):
                 exit_now(code)
-            time.sleep(_PATIENCE_S)
-            ranks = LocalRanks(launch)
-            if launch.local_world_size == launch.world_size and ranks.all_visible() and 0 not in ranks.present():
-                exit_now(code)  # rank 0 has reported it; mpiexec of MPICH, for one, does not end the others either
+            time.sleep(_PATIENCE_S)  # rank 0 reports it, and most launchers then end this process
         if job is None and is_succeeded() and isinstance(error, CommunicationError):  # another was never started
             end_for_others(f"unitrain: {error}", code)
         verdict = None if job is None else _verdict(job, error, on_all_ranks=on_all_ranks)

@@ -9,7 +9,7 @@ from unitrain import call_site
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.errors import BackendError, LaunchError, UnitrainError
+from unitrain.errors import LaunchError, UnitrainError
 from unitrain.job.joining.authentication import authenticate
 from unitrain.job.joining.handshake import handshake
 from unitrain.job.joining.self_test import check_collectives
@@ -66,15 +66,13 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
 
 def _start(backend: Backend, launch: Launch) -> None:
     """Start a backend, and check that it sees the world that the launcher has started."""
-    # A plug-in's may return anything. A wrong rank would be noticed as a wrong model only.
+    # A wrong rank would be noticed as a wrong model only.
     seen = backend.start()
-    if not (isinstance(seen, tuple) and len(seen) == 2 and all(isinstance(number, int) for number in seen)):
-        raise BackendError(f"backend {backend.name!r}: start() must return (rank, world size), but returned {seen!r}.")
     if seen != (backend.rank, backend.world_size):
         backend.close(failed=True)
         raise LaunchError(
             f"according to {launch.launcher} this process is rank {backend.rank} of {backend.world_size}, but backend "
-            f"{backend.name!r} returned rank {seen[0]} of {seen[1]}. Detected from "
+            f"{backend.name!r} returned {seen} as its rank and world size. Detected from "
             f"{', '.join(launch.evidence) or 'the absence of launcher variables'}."
         )
 
@@ -112,10 +110,7 @@ class Job:
                 hosts = [member.host for member in members]
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
             self.watch = Watch(communicator, members, boundaries, config, launch, key.value)
-            watch_exit(
-                str(self.watch), self.pulse,
-                warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,
-            )  # fmt: skip
+            watch_exit(str(self.watch), self.pulse, config.timeout_s)
         # A single process has no hub to agree with, but is stopped by signals as well.
         send = None if self.watch is None else self.watch.send
         self.stopping: Stopping = Stopping(boundaries, self.pulse, send, is_main=communicator.is_main)

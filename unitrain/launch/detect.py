@@ -36,18 +36,14 @@ class Launch:
     """How the ranks find one another: a TCP store that rank 0 opens (tcp) or that the launcher keeps open (served),
     MPI (mpi), horovodrun's key-value server (horovod), or none needed (alone)."""
     address: str | None = None
-    """Address of the rendezvous, as host:port; None with MPI, through which rank 0 broadcasts it, and where SLURM does
-    not tell it."""
+    """Address of the rendezvous, as host:port; None with MPI, through which rank 0 broadcasts it."""
     step: str | None = None
-    """The id of what the site's launcher started, which tells apart jobs that come to one address: SLURM's JOB.STEP, or
-    the id of PALS, Flux or LSF; None with other launchers."""
+    """SLURM's JOB.STEP, which tells apart jobs that come to one address; None with other launchers."""
     mpi: str | None = None
     """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or one based on it:
     Intel MPI, Cray MPICH, MVAPICH)."""
     elastic: bool = False
     """Whether horovodrun continues with other processes when one fails, and when hosts are added or removed."""
-    also: tuple[str, ...] = ()
-    """Other launchers with variables that are set too. They are ignored."""
     evidence: tuple[str, ...] = ()
     """The variables that this was read from, as NAME=value."""
 
@@ -105,8 +101,6 @@ class _Launcher:
     """Reads and checks what else it tells."""
     mpi: str | None = None
     """As in ``Launch``, where it is always the same."""
-    ids: tuple[str, ...] = ()
-    """Variables with the id of a job, the most specific first: a scheduler's job may start several of a launcher's."""
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
         """Return whether this launcher has started the process, as far as its variables tell."""
@@ -118,8 +112,7 @@ class _Launcher:
         """Read the launch from the variables: first the place in the job, then where the ranks meet, then the rest."""
         if self.place is None:
             return Launch(self.name)
-        job = next((variables.string(name) for name in self.ids if name in variables), None)
-        launch = replace(self.place.read(self.name, variables), mpi=self.mpi, step=job)
+        launch = replace(self.place.read(self.name, variables), mpi=self.mpi)
         # The user's choice of an address comes first.
         if self.meet is None or any(name in variables for name in _MASTER):
             launch = replace(launch, rendezvous="tcp", address=variables.address(*_MASTER))
@@ -157,10 +150,6 @@ def _horovodrun(variables: Variables, launch: Launch) -> Launch:
 
 def _open_mpi(variables: Variables, launch: Launch) -> Launch:
     """Read which Open MPI has started this process: 4 uses ORTE, and 5 uses PRRTE."""
-    if "PMIX_RANK" in variables or "PMIX_NAMESPACE" in variables:
-        # MPI_Init aborts or hangs if they are wrong.
-        variables.matching("PMIX_RANK", str(launch.rank), f"'{launch.rank}', the value of OMPI_COMM_WORLD_RANK")
-        variables.string("PMIX_NAMESPACE")
     # Open MPI 5 starts its processes through PRRTE, and can't talk to a library of Open MPI 4.
     is_5 = "OMPI_VERSION" in variables or "PRTE_LAUNCHED" in variables
     return replace(launch, mpi="Open MPI 5" if is_5 else "Open MPI 4")
@@ -226,7 +215,6 @@ def _mpirun(
     place: _Place,
     more: Callable[[Variables, Launch], Launch] | None = None,
     *,
-    ids: tuple[str, ...] = (),
     present: Callable[[Mapping[str, str]], bool] | None = None,
 ) -> _Launcher:
     """Return a launcher of MPI: rank 0 broadcasts the address of its store through MPI."""
@@ -237,7 +225,7 @@ def _mpirun(
         return replace(launch, rendezvous="mpi")
 
     # All are called mpirun: to the rest of the package they are one launcher. All but Open MPI have the ABI of MPICH.
-    return _Launcher("mpirun", shows, f"Start the job with {start} {_LEAVE}", place, meet, more, "MPICH", ids)
+    return _Launcher("mpirun", shows, f"Start the job with {start} {_LEAVE}", place, meet, more, "MPICH")
 
 
 _BY_PRECEDENCE = (
@@ -260,16 +248,14 @@ _BY_PRECEDENCE = (
     # the node, not the rank of the node.
     _mpirun("mpirun -np N python SCRIPT", _Place.under("OMPI_COMM_WORLD"), _open_mpi),
     # Of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI.
-    _mpirun("jsrun -n N python SCRIPT", _Place.under("JSM_NAMESPACE"), ids=("LSB_JOBID",)),
+    _mpirun("jsrun -n N python SCRIPT", _Place.under("JSM_NAMESPACE")),
     _mpirun(
         "mpiexec -n N --ppn N python SCRIPT (PALS)",  # HPE's
         _Place("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID"),
-        ids=("PALS_APID", "PBS_JOBID"),
     ),
     _mpirun(
         "flux run -n N python SCRIPT",
         _Place("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", _tasks_on_a_node),
-        ids=("FLUX_JOB_ID",),
     ),
     _mpirun("mpirun_rsh -np N HOSTS python SCRIPT", _Place.under("MV2_COMM_WORLD")),  # of MVAPICH2
     _mpirun(
@@ -319,17 +305,10 @@ def detect(environ: Mapping[str, str]) -> Launch:
         )
     variables = Variables(environ, chosen.name, chosen.remedy)
     launch = chosen.read(variables)
-    if chosen is _SPAWN or any(launcher.name == "torchrun" for launcher in present):
-        present = [launcher for launcher in present if launcher is not _ENV]  # it sets RANK itself
-    # RANK and WORLD_SIZE may be left from an earlier shell, or be meant. Only the user knows.
-    elif _ENV in present and chosen is not _ENV and OVERRIDE not in environ:
+    # torchrun sets RANK itself. Otherwise it may be left from an earlier shell, or be meant: only the user knows.
+    if _ENV in present and OVERRIDE not in environ and launch.launcher not in ("env", "torchrun"):
         _refuse_contradiction(launch, environ)
-    also = [launcher.name for launcher in present if launcher not in (chosen, _PYTHON)]
-    return replace(
-        launch,
-        also=tuple(name for name in dict.fromkeys(also) if name != chosen.name),
-        evidence=tuple(f"{name}={value}" for name, value in variables.used.items()),
-    )
+    return replace(launch, evidence=tuple(f"{name}={value}" for name, value in variables.used.items()))
 
 
 def _overridden(environ: Mapping[str, str]) -> _Launcher | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import psutil
 
+from unitrain.launch.copies import JOBS
 from unitrain.launch.detect import LOCAL_RANKS, Launch
 
 # What the ranks of a host have in common tells their job from others.
 _OF_A_RANK = re.compile("RANK|PROCID|LOCALID")
+_JOB_IDS = (*JOBS, "PALS_APID", "PMIX_NAMESPACE")
 
 
 class LocalRanks:
@@ -24,6 +27,7 @@ class LocalRanks:
         evidence = dict(variable.split("=", 1) for variable in launch.evidence if "=" in variable)
         # The address of the rendezvous, the job id and the world size are the same for all ranks.
         self._job = {name: value for name, value in evidence.items() if not _OF_A_RANK.search(name)}
+        self._job |= {name: os.environ[name] for name in _JOB_IDS if name in os.environ}
         self._variable = next((name for name in LOCAL_RANKS if name in evidence), None)
 
     def present(self) -> dict[int, list[psutil.Process]]:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from datetime import timedelta
 
-import psutil
 from torch.distributed import DistError, PrefixStore, Store
 
 from unitrain.errors import CommunicationError, LaunchError, listed
 from unitrain.launch.detect import Launch
-from unitrain.process import print_stderr
 
-_REMEDY = (
-    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every host: the ranks then get a new "
-    "address after each change of hosts."
-)
 _GO_ON, _DOUBLED, _COMPLETE = "unitrain/go on", "unitrain/doubled", "unitrain/complete"
 _STEP = "unitrain/step"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
@@ -43,10 +36,9 @@ def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
         _check_step(store, launch, timeout)
     # Two processes with one rank would otherwise meet without the rank that is missing.
     if not _arrive(store, launch):
-        others_read = not store.check([_GO_ON])
         store.set(_DOUBLED, str(launch.rank))
         store.set(_GO_ON, "")  # the others need not wait any longer
-        raise _doubled(launch.rank, launch, on_all_ranks=others_read)
+        raise _doubled(launch.rank, launch)
     try:
         store.wait([_GO_ON], timeout)
     except DistError as error:
@@ -56,7 +48,7 @@ def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
     if store.check([_DOUBLED]):
         rank = int(store.get(_DOUBLED))
         _let_others_read(launch)
-        raise _doubled(rank, launch, on_all_ranks=True)
+        raise _doubled(rank, launch)
 
 
 def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> Store:
@@ -105,39 +97,6 @@ def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> St
     raise _incomplete(launch, timeout, "rank 0" if part is None or not is_first else _missing(part, launch))
 
 
-def check_torchrun(launch: Launch) -> None:
-    """Check the address that torchrun's own store has, where it shares it with the ranks.
-
-    torchrun keeps the first address that it was told (torch 2.15). A host that comes later is told none, and ends after
-    60 s; and after rank 0's host was lost, the next one keeps its own, though another host becomes the first.
-
-    Args:
-        launch: how this process was started. Rank 0 warns of the first case.
-
-    Raises:
-        LaunchError: this host waits at a store that it opened itself.
-    """
-    torchrun = psutil.Process().parent()
-    if torchrun is None:
-        return
-    try:
-        command = " ".join(torchrun.cmdline())
-        listening = [tcp for tcp in torchrun.net_connections("tcp") if tcp.status == psutil.CONN_LISTEN]
-    except psutil.Error:  # another user's, or ended
-        return
-    if launch.node_rank and int(str(launch.address).rpartition(":")[2]) in [tcp.laddr.port for tcp in listening]:
-        raise LaunchError(
-            f"torchrun has sent rank {launch.rank} to {launch.address}, a store that it opened itself when this host "
-            f"was the first of the job, but rank 0 is on another host now, and waits elsewhere. {_REMEDY}",
-            on_all_ranks=launch.local_rank > 0,
-        )
-    hosts = re.search(r"--nnodes[= ](\d+):(\d+)", command)
-    if launch.rank == 0 and hosts is not None and hosts[1] != hosts[2]:
-        print_stderr(
-            f"unitrain: torchrun may use {hosts[1]} to {hosts[2]} hosts, but none could join it later. {_REMEDY}"
-        )
-
-
 def _check_step(store: Store, launch: Launch, timeout: timedelta) -> None:
     """Check that the store belongs to this rank's step, before this rank is counted for another step."""
     if launch.rank == 0:
@@ -151,8 +110,7 @@ def _check_step(store: Store, launch: Launch, timeout: timedelta) -> None:
     if other != launch.step:
         raise LaunchError(
             f"rank {launch.rank} of {launch.launcher}'s job {launch.step} has come to {launch.address}, where the "
-            f"ranks of job {other} meet. Unset MASTER_ADDR and MASTER_PORT, or give each job another MASTER_PORT.",
-            on_all_ranks=launch.local_rank > 0,
+            f"ranks of job {other} meet. Unset MASTER_ADDR and MASTER_PORT, or give each job another MASTER_PORT."
         )
 
 
@@ -190,12 +148,11 @@ def _missing(store: Store, launch: Launch) -> str:
     return store.get("unitrain/missing").decode()
 
 
-def _doubled(rank: int, launch: Launch, *, on_all_ranks: bool) -> LaunchError:
+def _doubled(rank: int, launch: Launch) -> LaunchError:
     """Return the error that two processes have the same rank."""
     return LaunchError(
         f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give every process its "
-        "own RANK, and every job its own MASTER_PORT.",
-        on_all_ranks=on_all_ranks,
+        "own RANK, and every job its own MASTER_PORT."
     )
 
 

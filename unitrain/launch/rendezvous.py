@@ -5,21 +5,18 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import os
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
-from unitrain.errors import BackendError, CommunicationError, LaunchError
+from unitrain.errors import CommunicationError, LaunchError
 from unitrain.launch import mpi
-from unitrain.launch.allocation import address_of_rank_0
 from unitrain.launch.detect import Launch
-from unitrain.launch.meeting import check_torchrun, meet_in_new_store, meet_in_served_store
+from unitrain.launch.meeting import meet_in_new_store, meet_in_served_store
 from unitrain.launch.network import horovodrun_server
 from unitrain.launch.network.addresses import own_addresses, reach
 from unitrain.launch.network.tcp_store import LOOPBACK, join_store, open_store
@@ -78,12 +75,7 @@ def shared_secret(launch: Launch, timeout_s: float) -> bytes | None:
 
 def _at_address(launch: Launch, timeout: timedelta) -> Store:
     """Connect to the launch's address, where rank 0 opens the store unless the launcher keeps one open."""
-    if launch.address is None:
-        raise LaunchError(
-            "with srun --distribution=arbitrary, SLURM does not say on which host rank 0 is. Set MASTER_ADDR to the "
-            "first line of SLURM_HOSTFILE and MASTER_PORT to a port that is free there, or leave out the option."
-        )
-    address = launch.address
+    address = str(launch.address)
     host, _, port = address.rpartition(":")
     try:
         # torch's client would try to resolve a wrong name until its timeout.
@@ -91,11 +83,8 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
     except OSError as error:
         raise LaunchError(
             f"the rendezvous address of {launch.launcher} is {address}, but host {host!r} can't be resolved here "
-            f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0 that all hosts reach.",
-            on_all_ranks=launch.local_rank > 0,
+            f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0 that all hosts reach."
         ) from error
-    if launch.rendezvous == "served":
-        check_torchrun(launch)
     opens = launch.rank == 0 and launch.rendezvous == "tcp"
     try:
         if opens:
@@ -123,20 +112,14 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
 
 
 def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
-    """Let rank 0 broadcast the address of its store through MPI; without mpi4py, use the scheduler's hosts."""
-    try:
-        with mpi.all_ranks(launch) as world:
-            # Now or never: MPI is finalised at the end of the block, and can't be started again.
-            drawn = secrets.token_bytes(_SECRET_BYTES) if launch.rank == 0 else None
-            _secrets[launch] = mpi.broadcast(world, drawn)
-            return _at_port_of_rank_0(
-                launch, timeout, lambda offer: mpi.broadcast(world, None if offer is None else offer.encode()).decode()
-            )
-    except BackendError:
-        address = address_of_rank_0(launch, os.environ)
-        if address is None:
-            raise
-    return _at_address(replace(launch, rendezvous="tcp", address=address), timeout)
+    """Let rank 0 broadcast the address of its store through MPI."""
+    with mpi.all_ranks(launch) as world:
+        # Now or never: MPI is finalised at the end of the block, and can't be started again.
+        drawn = secrets.token_bytes(_SECRET_BYTES) if launch.rank == 0 else None
+        _secrets[launch] = mpi.broadcast(world, drawn)
+        return _at_port_of_rank_0(
+            launch, timeout, lambda offer: mpi.broadcast(world, None if offer is None else offer.encode()).decode()
+        )
 
 
 def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:

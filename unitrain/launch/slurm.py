@@ -88,8 +88,8 @@ def tasks_here(variables: Variables) -> int:
     return len(tasks)
 
 
-def step_address(variables: Variables, *, several_hosts: bool) -> str | None:
-    """Return host:port for the rendezvous of a step; None if SLURM does not tell on which host rank 0 is.
+def step_address(variables: Variables, *, several_hosts: bool) -> str:
+    """Return host:port for the rendezvous of a step.
 
     Args:
         variables: SLURM's variables, which are recorded as the evidence.
@@ -97,15 +97,9 @@ def step_address(variables: Variables, *, several_hosts: bool) -> str | None:
     """
     job, step = step_ids(variables)
     nodes = _nodes(variables, "SLURM_STEP_NODELIST")
-    if several_hosts and variables.environ.get("SLURM_DISTRIBUTION") == "arbitrary":
-        return None
     # A node's name may not resolve outside SLURM, so it is used only if there are several nodes.
     host = _host_of_rank_0(variables, nodes, job) if several_hosts else "127.0.0.1"
-    reserved = None
-    # Each group of a heterogeneous job has its own ports.
-    if "SLURM_STEP_RESV_PORTS" in variables and "SLURM_HET_SIZE" not in variables:
-        reserved = variables.matching("SLURM_STEP_RESV_PORTS", r"\d{1,5}([-,]\d{1,5})*", "ports, like 12000-12001")
-    return f"{host}:{step_port(job, step, reserved)}"
+    return f"{host}:{step_port(job, step)}"
 
 
 def _nodes(variables: Variables, name: str) -> str:
@@ -133,13 +127,10 @@ def _host_of_rank_0(variables: Variables, nodes: str, job: int) -> str:
     return host
 
 
-def step_port(job: int, step: int, reserved: str | None = None) -> int:
-    """Return the port for the rendezvous of a step.
+def step_port(job: int, step: int) -> int:
+    """Return the port for the rendezvous of a step: one of ``PORTS``, computed from the ids of job and step.
 
-    It is the first port reserved by ``srun --resv-ports`` (``12000-12001``), else one of ``PORTS``, computed from the
-    ids of job and step: different ones for the first 101 steps of jobs with close ids; of distant jobs, one in 10,000
-    pairs gets the same, since 101 and the number of ports have no common divisor.
+    The first 101 steps of jobs with close ids get different ones; of distant jobs, one in 10,000 pairs gets the same,
+    since 101 and the number of ports have no common divisor.
     """
-    if reserved:
-        return int(re.split("[-,]", reserved)[0])
     return PORTS.start + (job * _STEPS + step) % len(PORTS)

@@ -43,11 +43,9 @@ def started(hosts: Cluster, tmp_path: Path) -> Iterator[Callable[..., Elastic]]:
     """Makes a job of torchrun, whose store is at an endpoint. Ends it after the test."""
     made: list[Elastic] = []
 
-    def make(endpoint: str, *, new_stores: bool = True) -> Elastic:
+    def make(endpoint: str) -> Elastic:
         torchrun = [*TORCHRUN[:ENDPOINT], endpoint, *TORCHRUN[ENDPOINT + 1 :], "--rdzv-conf", SOON]
-        if not new_stores:  # each restart is refused
-            torchrun += ["--max-restarts", "3"]
-        made.append(Elastic(hosts, tmp_path, torchrun, NEW_STORES if new_stores else {}))
+        made.append(Elastic(hosts, tmp_path, torchrun, NEW_STORES))
         return made[-1]
 
     yield make
@@ -140,27 +138,18 @@ def test_the_host_of_the_store_is_lost(
     assert re.search(r"resumed after step \d+, from .*, in the memory of node1", other.said(1))
 
 
-@pytest.mark.parametrize("new_stores", [True, False])
-def test_the_first_host_is_lost_but_not_the_store(
-    hosts: Cluster, started: Callable[..., Elastic], alone: Path, new_stores: bool
-) -> None:
+def test_the_first_host_is_lost_but_not_the_store(hosts: Cluster, started: Callable[..., Elastic], alone: Path) -> None:
     store = hosts.start(2, shlex.split(STORE))
     try:
-        job = started("node2:29400", new_stores=new_stores)
+        job = started("node2:29400")
         job.start(0, 1)
         job.trains(4)
         job.cut_power(0)
         job.trains(2)
         hosts.plug_cable(0)
         job.start(0)
-        if new_stores:
-            job.trains(4)
-            job.assert_ends_as_if_nothing_had_happened(alone)
-        else:
-            assert job.ends(1) != 0
-            assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started" in job.said(1)
-            assert "but none could join it later" in job.said(0)
-            assert job.ends(0) != 0
+        job.trains(4)
+        job.assert_ends_as_if_nothing_had_happened(alone)
     finally:
         store.kill()
         store.communicate()

@@ -232,44 +232,14 @@ LEAVING = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
-def test_a_killed_run_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    job, _ = run_and_stop(tmp_path, [*RUN, "--", *write(tmp_path, LEAVING)], number)
-    assert (job.code, job.left) == (-number if number == signal.SIGKILL else 143, ())
-
-
-def supervisor_of(process: subprocess.Popen[bytes]) -> psutil.Process:
-    (supervisor,) = psutil.Process(process.pid).children()
-    return supervisor
-
-
-def test_a_command_whose_supervisor_is_killed_is_stopped(tmp_path: Path) -> None:
-    write(tmp_path, STOPPABLE)
-    job, heard = run_and_stop(tmp_path, [*RUN, "--", *STOPPED], first=lambda process: supervisor_of(process).kill())
-    assert job.code == 137
-    assert heard == [["told 15\n", "saved\n"]]
-    (said,) = messages(job)
-    assert re.fullmatch(
-        r"unitrain run: its supervisor \(pid \d+\) was killed by SIGKILL; the command gets a SIGTERM\.", said
-    )
-
-
-def test_ranks_that_do_not_stop_are_killed_after_a_while(tmp_path: Path) -> None:
-    program = """
-        import os, signal, sys
-        from unitrain.job.starting import supervisor
-        supervisor._HANGUP_S = 1.0
-        sys.exit(supervisor.supervise(os.getppid(), 0, ["sh", "-c", sys.argv[1]]))
-    """
-    ignores = "trap '' TERM; echo started > 'rank 0'; while true; do sleep 600; done"
-    job, _ = run_and_stop(tmp_path, [*write(tmp_path, program), ignores], signal.SIGHUP)
-    assert (job.code, job.left) == (129, ())
+def test_a_run_that_is_hung_up_leaves_nothing_behind(tmp_path: Path) -> None:
+    job, _ = run_and_stop(tmp_path, [*RUN, "--", *write(tmp_path, LEAVING)], signal.SIGHUP)
+    assert (job.code, job.left) == (143, ())
 
 
 def test_nohup_keeps_a_run_alive(tmp_path: Path) -> None:
     def hang_up(process: subprocess.Popen[bytes]) -> None:
-        for pid in (process.pid, supervisor_of(process).pid):
-            os.kill(pid, signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
         time.sleep(2)  # it looks for signals every second
 
     write(tmp_path, STOPPABLE)

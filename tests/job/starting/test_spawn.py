@@ -53,11 +53,6 @@ def test_spawn_tells_of_a_mistake_without_frames_of_the_library(script: list[str
     assert len(told) == 2
 
 
-def test_spawn_needs_what_can_be_pickled() -> None:
-    with pytest.raises(UsageError, match=r"pickles its function and arguments, and failed: .* Define the function"):
-        unitrain.spawn(lambda: None, nprocs=2)
-
-
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_ranks_end_with_their_parent(script: list[str], end: signal.Signals) -> None:
     # A shell's background jobs are started deaf to SIGINT, and so are these tests where they are one.

@@ -110,20 +110,6 @@ class BroadcastsFromRank0(StoreBackend):
         return super().broadcast(tensor, 0, name)
 
 
-class DoesNotSayHowToWait(StoreBackend):
-    name = "does_not_say_how_to_wait"
-
-    def broadcast(self, tensor: Tensor, src: int, name: str) -> Any:
-        super().broadcast(tensor, src, name)()
-
-
-class StartsWithoutAnAnswer(StoreBackend):
-    name = "starts_without_an_answer"
-
-    def start(self) -> Any:
-        super().start()
-
-
 class StartsTheOtherWayRound(StoreBackend):
     name = "starts_the_other_way_round"
 

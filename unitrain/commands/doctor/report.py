@@ -55,10 +55,9 @@ def as_markdown(findings: Mapping[str, Finding]) -> str:
 
 
 def _place() -> str:
-    """Return where the launcher has put this process, and other launchers with variables that are set."""
+    """Return where the launcher has put this process."""
     launch = detect(os.environ)
-    place = f"local rank {launch.local_rank} of {launch.local_world_size}, node {launch.node_rank}, {launch.rendezvous}"
-    return f"{place}, other launchers: {', '.join(launch.also) or 'none'}"
+    return f"local rank {launch.local_rank} of {launch.local_world_size}, node {launch.node_rank}, {launch.rendezvous}"
 
 
 def _of_file(name: str) -> StrategyConfig:

@@ -94,7 +94,7 @@ class Profile(Feature):
         """Begin on all ranks, at the same boundary, whenever this process gets a signal."""
         # Another's handler may be what stops or requeues the job.
         if signal.getsignal(number) is not signal.SIG_DFL:
-            raise UsageError(f"profile: {number.name} has a handler already (submitit's, say): choose another signal.")
+            raise UsageError(f"profile: {number.name} has a handler already: choose another signal.")
         self._sockets.stopping.add_action(_REQUEST, lambda _: self._begin())
         self._sockets.hooks.add_hook(self)
         signal.signal(number, self._request)

@@ -23,8 +23,6 @@ from unitrain.launch.local_ranks import LocalRanks
 from unitrain.process import has_thread, kill_stalled, name_thread, start_time
 
 _CHECK_S = 1.0
-# Of several ranks that wait, the first reports. The others report it, too, if they still run after this.
-_FIRST_S = 3.0
 # Tells the other processes of the host that this one has come.
 _THREAD = "unitrain start"
 
@@ -114,12 +112,10 @@ class _StartWatch:
                 began += now - checked_at
             checked_at = now
             lost = sorted(rank for rank, at in seen_at.items() if now - at > self._patience_s)
-            waiting = self._launch.local_rank == min(present.keys() - lost)
             if ended := [rank for rank in lost if rank not in stopped]:
                 self._end(
                     f"{self._rank} {', '.join(map(str, ended))} has ended before it joined the job, maybe with exit "
-                    "code 0: every rank must call unitrain.init() as often as the others, and may exit only after that",
-                    is_first=waiting,
+                    "code 0: every rank must call unitrain.init() as often as the others, and may exit only after that"
                 )
             elif lost:
                 process = stopped[lost[0]]
@@ -127,26 +123,22 @@ class _StartWatch:
                     f"{self._rank} {lost[0]} (pid {process.pid}) was stopped for {now - seen_at[lost[0]]:.0f} s before "
                     "it joined the job (by SIGSTOP, or the shell's job control), and is killed: start "
                     "the job again, with a longer heartbeat_timeout_s if ranks are stopped on purpose",
-                    is_first=waiting,
                     kills=[stopped[rank] for rank in lost],
                 )
             elif now - began > 1.5 * self._timeout_s:
                 self._end(
                     f"the ranks have not all joined the job within {now - began:.0f} s (timeout_s is "
                     f"{self._timeout_s:g}): check that all {self._launch.world_size} are running, and can reach one "
-                    f"another.{self.absent()}",
-                    is_first=self._launch.rank == 0,
+                    f"another.{self.absent()}"
                 )
 
-    def _end(self, reason: str, *, is_first: bool, kills: Sequence[psutil.Process] = ()) -> None:
-        """End this process, unless the ranks join meanwhile, and kill processes that keep the job from ending."""
-        # The others wait a little, so that one line is printed, and not one for each rank.
-        if not self._joined.wait(0 if is_first else _FIRST_S):
-            for process in kills:
-                with suppress(OSError):
-                    kill_stalled(process.pid, start_time(process.pid), aborts=False)
-            me = f"rank {self._launch.rank} on {socket.gethostname()} (pid {os.getpid()})"
-            end_for_others(f"unitrain: {me}: stopped because {reason.rstrip('.')}.")
+    def _end(self, reason: str, *, kills: Sequence[psutil.Process] = ()) -> None:
+        """End this process, and kill processes that keep the job from ending."""
+        for process in kills:
+            with suppress(OSError):
+                kill_stalled(process.pid, start_time(process.pid), aborts=False)
+        me = f"rank {self._launch.rank} on {socket.gethostname()} (pid {os.getpid()})"
+        end_for_others(f"unitrain: {me}: stopped because {reason.rstrip('.')}.")
 
 
 def _is_stopped(process: psutil.Process) -> bool:

@@ -48,7 +48,7 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
         nprocs: number of ranks. Default: one per visible GPU.
 
     Raises:
-        UsageError: ``nprocs`` is less than 1, or missing without a GPU; or ``fn`` or ``args`` can't be pickled.
+        UsageError: ``nprocs`` is less than 1, or missing without a GPU; or the new processes can't import ``fn``.
         CommunicationError: a rank died without an exception.
         BaseException: the exception of the first rank that failed, with its rank and traceback as the cause. The
             other ranks are ended first.
@@ -57,14 +57,6 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
     excepthook.install_hook()
     nprocs = number_of_ranks("spawn", nprocs)
     _check_importable(fn)
-    try:
-        # Tried here, for one clear message: in the child, the error would be one of multiprocessing.
-        pickle.dumps((fn, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError(
-            f"unitrain.spawn pickles its function and arguments, and failed: {error}. Define the function at the top "
-            "level of a module, and create objects that can't be pickled inside it."
-        ) from error
     with spawn_environments(nprocs) as environments:
         run_processes(fn, args, environments, multiprocessing.get_context("spawn"))
 

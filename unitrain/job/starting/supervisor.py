@@ -4,9 +4,7 @@ Signals go directly to the ranks, not to their launcher. mpirun would kill the r
 horovodrun after 5 s and torchrun after 30 s, which may be too short for a checkpoint. A SIGUSR1 kills torchrun and
 horovodrun.
 
-There are two processes. The one that the user has started, which may have children of an earlier life (``exec unitrain
-run`` in a shell), passes signals on. The other, the supervisor, has no children but the command. It adopts what the
-command leaves behind, and cleans up if the first is killed.
+What the command leaves behind is adopted, and killed.
 """
 
 from __future__ import annotations
@@ -18,46 +16,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import psutil
 
-from unitrain.errors import ConfigError, LaunchError, UnitrainError
+from unitrain.errors import ConfigError, LaunchError
 from unitrain.process import end_with_parent, print_stderr
 
 _PR_SET_CHILD_SUBREAPER = 36
-# With this process's path: "python -m" would look for modules in the current folder first.
-_SUPERVISOR = """import sys
-sys.path[:] = {}
-from unitrain.job.starting.supervisor import supervise
-sys.exit(supervise(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))"""
 
 # Success, a wrong setting, NaN or infinity, stopped by SIGINT, SIGUSR1 or SIGTERM: a restart would end the same way.
 _FINAL_CODES = frozenset({0, 2, 3, 130, 138, 143})
-_STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
-_SIGNALS = _STOPS | {signal.SIGHUP}
+_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
 # A process with one of these is a rank, unless the same value is in this process's environment.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK")
 
-_QUICK_S = 10.0
 _LONGEST_PAUSE_S = 30.0
 # Time for a launcher to notice that its ranks have ended; mpirun takes 2 s if they did not end at the same moment.
 _LEAVE_S = 5.0
 _CHECK_S = 1.0
-# Time for the ranks to save and stop when the terminal is closed, or nobody is left to wait for them.
-_HANGUP_S = 30.0
 
 
 def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
     """Run a command and return its exit code, or 128 plus the number of the signal that killed it.
 
     After an unexpected failure the command is restarted, at most ``max_restarts`` times. The first SIGTERM, SIGINT or
-    SIGUSR1 is forwarded, and the command is not restarted after it; a second SIGTERM or SIGINT kills the command. If
-    this process gets a SIGHUP or is killed, the ranks get a SIGTERM, and 30 s to save. Everything that the command has
-    started is killed when it ends, and nothing else.
+    SIGUSR1 is forwarded, a SIGHUP as a SIGTERM, and the command is not restarted after it; a second SIGTERM or SIGINT
+    kills the command. Everything that the command has started is killed when it ends, and nothing else.
 
     Args:
         command: the program and its arguments.
@@ -73,74 +60,33 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
         raise LaunchError("unitrain run needs Linux, where orphaned processes can be adopted: use another launcher.")
     if not command:
         raise LaunchError("no command was given: write it after --, as in unitrain run -- mpirun -np 2 ...")
-    # The supervisor inherits this.
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})
-    try:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-c", _SUPERVISOR.format(sys.path), str(os.getpid()), str(max_restarts), *command],
-            start_new_session=True,  # it receives Ctrl-C from this process only, once
-        )
-        while (code := supervisor.poll()) is None:
-            received = signal.sigtimedwait({*_awaited(), signal.SIGCHLD}, _CHECK_S)
-            if received is not None and received.si_signo != signal.SIGCHLD:
-                # The supervisor is in another session, so that this is the only signal that it gets.
-                supervisor.send_signal(received.si_signo)
-        if code < 0:
-            _print(f"its supervisor (pid {supervisor.pid}) {_describe(code)}; the command gets a SIGTERM.")
-        return code if code >= 0 else 128 - code
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-
-
-def _ignores_hangups() -> bool:
-    """Return whether this process was started with SIGHUP ignored, as by nohup. It is received if it is blocked."""
-    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
-def _awaited() -> frozenset[signal.Signals]:
-    """Return the signals that stop the command."""
-    return _STOPS if _ignores_hangups() else _SIGNALS
-
-
-def supervise(parent: int, max_restarts: int, command: Sequence[str]) -> int:
-    """Run the command as a child of this process, the supervisor, and return the exit code of ``run``.
-
-    Args:
-        parent: the id of the process that runs ``run``.
-        max_restarts: as in ``run``.
-        command: as in ``run``.
-    """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD}) - {*_SIGNALS, signal.SIGCHLD}
     # Orphaned descendants become children of this process, in whichever session they are.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    end_with_parent(signal.SIGHUP)
-    if os.getppid() != parent:  # it has been killed before that
-        os.kill(os.getpid(), signal.SIGHUP)
+    # Of an earlier life: exec unitrain run, in a shell that has started others.
+    earlier = set(psutil.Process().children())
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})
     try:
-        return _run(parent, command, max_restarts, mask)
-    except UnitrainError as error:
-        _print(str(error))
-        return error.exit_code
+        return _run(command, max_restarts, mask, earlier)
     finally:
-        _kill_all()
+        _kill_all(earlier)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _run(parent: int, command: Sequence[str], max_restarts: int, mask: Iterable[int]) -> int:
+def _run(command: Sequence[str], max_restarts: int, mask: Iterable[int], earlier: set[psutil.Process]) -> int:
     """Run the command, again after each unexpected failure, and return the exit code of ``run``.
 
     Args:
-        parent: as in ``supervise``.
         command: as in ``run``.
         max_restarts: as in ``run``.
-        mask: the signals that are blocked in the command, as they are in the process that the user has started.
+        mask: the signals that are blocked in the command.
+        earlier: as in ``_kill_all``.
     """
-    quick_failures = 0
     for restart in range(1, max_restarts + 2):
-        attempt = _Attempt(parent, command, mask)
+        attempt = _Attempt(command, mask)
         started = time.monotonic()
         code = attempt.wait()
-        _kill_all()
         # Ranks of a failed attempt would hold GPUs and ports that the next one needs.
+        _kill_all(earlier)
         seconds = time.monotonic() - started
         if attempt.stopped or code in _FINAL_CODES or not max_restarts:
             break
@@ -149,13 +95,17 @@ def _run(parent: int, command: Sequence[str], max_restarts: int, mask: Iterable[
             _print(f"{ended}; no restarts left (--max-restarts {max_restarts}).")
             break
         # A command that fails at once would otherwise use up its restarts within seconds, while a host comes back, say.
-        quick_failures = quick_failures + 1 if seconds < _QUICK_S else 0
-        pause = min(2.0 ** (quick_failures - 1), _LONGEST_PAUSE_S) if quick_failures else 0.0
-        _print(f"{ended}; restart {restart} of {max_restarts}{f' in {pause:g} s' if pause else ''}.")
+        pause = min(2.0 ** (restart - 1), _LONGEST_PAUSE_S)
+        _print(f"{ended}; restart {restart} of {max_restarts} in {pause:g} s.")
         stop = signal.sigtimedwait(_awaited(), pause)
         if stop is not None:
             return 128 + stop.si_signo
     return code if code >= 0 else 128 - code
+
+
+def _awaited() -> frozenset[signal.Signals]:
+    """Return the signals that stop the command: not SIGHUP if this process ignores it, as under nohup."""
+    return _SIGNALS - {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else _SIGNALS
 
 
 class _Attempt:
@@ -165,14 +115,13 @@ class _Attempt:
         stopped: whether a signal to stop has been forwarded, so that the command is not restarted.
     """
 
-    def __init__(self, parent: int, command: Sequence[str], mask: Iterable[int]) -> None:
-        self._parent = parent
+    def __init__(self, command: Sequence[str], mask: Iterable[int]) -> None:
         self.stopped = False
         self._signalled: list[psutil.Process] = []
-        self._ended_at: float | None = None
+        self._leave_by = math.inf
 
         def prepare() -> None:
-            # If both processes are killed, the command gets a SIGTERM; a launcher then ends its ranks.
+            # If this process is killed, the command gets a SIGTERM; a launcher then ends its ranks.
             end_with_parent(signal.SIGTERM)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -186,37 +135,25 @@ class _Attempt:
 
     def wait(self) -> int:
         """Forward signals until the command ends. Return its exit code, negative if a signal killed it."""
-        terminated, kill_at = False, math.inf
+        terminated = False
         while True:
-            got = signal.sigtimedwait({*_SIGNALS, signal.SIGCHLD}, _CHECK_S)
-            if time.monotonic() > kill_at:  # nobody is left who could send a second signal
-                return self._kill(signal.SIGHUP)
-            if got is None or got.si_signo == signal.SIGCHLD:
+            received = signal.sigtimedwait({*_awaited(), signal.SIGCHLD}, _CHECK_S)
+            number = signal.SIGCHLD if received is None else received.si_signo
+            if number == signal.SIGCHLD:
                 code = self._reap()
                 if code is not None:
                     return code
                 self._end_launcher()
-            elif got.si_signo == signal.SIGHUP:
-                if _ignores_hangups() and os.getppid() == self._parent:
-                    continue  # it does not come from the parent's death
-                if not terminated and kill_at == math.inf:
-                    self._stop(signal.SIGTERM)
-                kill_at = min(kill_at, time.monotonic() + _HANGUP_S)
-            elif terminated and got.si_signo != signal.SIGUSR1:  # the second: who sends it does not want to wait
-                return self._kill(got.si_signo)
-            elif not self.stopped or got.si_signo != signal.SIGUSR1:
-                terminated = got.si_signo != signal.SIGUSR1
-                self._stop(signal.Signals(got.si_signo))
-
-    def _kill(self, number: int) -> int:
-        """Kill the command and its descendants, and return the negative number of the signal that asked for it."""
-        _kill_all()
-        self._process.returncode = -signal.SIGKILL
-        return -number
+            elif terminated and number in (signal.SIGTERM, signal.SIGINT):
+                return -number  # the second: who sends it does not want to wait until the ranks have saved
+            elif not terminated and not (self.stopped and number == signal.SIGUSR1):
+                terminated = number != signal.SIGUSR1
+                self._stop(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
 
     def _stop(self, number: signal.Signals) -> None:
         """Send a signal to the ranks on this host, or to the command if there are none."""
         self.stopped = True
+        self._leave_by = time.monotonic() + _LEAVE_S
         self._signalled = _receivers(psutil.Process(self._process.pid), number)
         for process in self._signalled:
             with suppress(psutil.NoSuchProcess):
@@ -224,13 +161,10 @@ class _Attempt:
 
     def _end_launcher(self) -> None:
         """End a launcher that keeps running after its ranks have stopped: torchrun, say, which may restart them."""
-        if not self._signalled or any(process.is_running() for process in self._signalled):
-            return
-        if self._ended_at is None:
-            self._ended_at = time.monotonic()
-        elif time.monotonic() - self._ended_at > _LEAVE_S:
+        if any(process.is_running() for process in self._signalled):
+            self._leave_by = time.monotonic() + _LEAVE_S
+        elif time.monotonic() > self._leave_by:
             # SIGTERM ends torchrun for good. It would take the end of its ranks for a failure, and start them again.
-            self._signalled.clear()
             self._process.terminate()
 
     def _reap(self) -> int | None:
@@ -246,52 +180,49 @@ class _Attempt:
 
 
 def _receivers(command: psutil.Process, number: signal.Signals) -> list[psutil.Process]:
-    """Return the processes to signal: the ranks on this host, or the command if there are none.
+    """Return the processes to signal: the ranks on this host that handle the signal, or the command if there are none.
 
     Of a shell and the program that it runs, the one that handles the signal gets it: it would kill the other.
     """
-    ranks = list(_topmost(command, _is_rank)) or [command]
-    handles = partial(_handles, number=number)
-    return [process for rank in ranks for process in list(_topmost(rank, handles)) or [rank]]
+    family = [command, *command.children(recursive=True)]
+    ranks = [process for process in family if _is_rank(process)] or family
+    handling = [process for process in ranks if _handles(process, number)]
+    # What a rank has started is the rank's to stop.
+    return [process for process in handling if not _ancestors(process) & set(handling)] or [command]
 
 
-def _topmost(process: psutil.Process, condition: Callable[[psutil.Process], bool]) -> Iterator[psutil.Process]:
-    """Yield the topmost processes in a tree that meet a condition: below one that does, no other is looked for."""
-    try:
-        matches = condition(process)
-        children = process.children()
-    except (OSError, psutil.Error):  # the process has just ended
-        return
-    if matches:
-        yield process
-        return
-    for child in children:
-        yield from _topmost(child, condition)
+def _ancestors(process: psutil.Process) -> set[psutil.Process]:
+    """Return the parent of a process, its parent, and so on; none if the process has just ended."""
+    with suppress(psutil.Error):
+        return set(process.parents())
+    return set()
 
 
 def _is_rank(process: psutil.Process) -> bool:
     """Return whether a process is a rank: a launcher has set its rank, or has changed the rank that it inherited."""
-    environ = process.environ()
-    return any(name in environ and environ[name] != os.environ.get(name) for name in _RANK_VARIABLES)
+    with suppress(psutil.Error, OSError):  # the process has just ended
+        environ = process.environ()
+        return any(name in environ and environ[name] != os.environ.get(name) for name in _RANK_VARIABLES)
+    return False
 
 
 def _handles(process: psutil.Process, number: signal.Signals) -> bool:
     """Return whether a process has a handler for a signal, according to the mask SigCgt in proc(5)."""
-    caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    with suppress(OSError, IndexError):  # the process has just ended
+        caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    return False
 
 
-def _kill_all() -> None:
-    """Kill all descendants of this process."""
-    while True:
-        # Again and again: a process may start another one between the listing and the kill.
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        try:
-            os.waitpid(-1, 0)  # an orphan is a child of this process as soon as its parent has died
-        except ChildProcessError:
-            return
+def _kill_all(spared: set[psutil.Process]) -> None:
+    """Kill all descendants of this process, except for some of its children and theirs."""
+    # Again and again: an orphan becomes a child of this process as soon as its parent has died.
+    while children := set(psutil.Process().children()) - spared:
+        for child in children:
+            for process in (child, *child.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        psutil.wait_procs(children)
 
 
 def _describe(code: int) -> str:

@@ -12,8 +12,7 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from unitrain.errors import CommunicationError
 from unitrain.job.watch.link import close_in_children
@@ -44,62 +43,55 @@ async def admit_ranks(
         timeout_s: how long to wait for all of them, in seconds.
     """
     admitted: dict[int, socket.socket] = {}
-    complete, room = asyncio.Event(), asyncio.Semaphore(_MOST_NEWCOMERS)
+    ended, turn = asyncio.Event(), asyncio.Lock()
 
-    async def meet(newcomer: socket.socket) -> None:
-        rank = world_size
-        try:
-            rank = await asyncio.wait_for(_rank_of(newcomer, key), _ANSWER_S)
-        except (OSError, asyncio.TimeoutError):
-            pass
-        finally:
-            room.release()
-            # The first connection of a rank counts. A second one would be a rank that was started twice.
-            if rank < world_size and rank not in admitted:
-                admitted[rank] = newcomer
-            else:
-                newcomer.close()
-        # Strangers may still be answering, and are dropped.
-        if len(admitted) == world_size:
-            complete.set()
+    async def admit() -> None:
+        """Meet one newcomer after another."""
+        while not ended.is_set():
+            async with turn:
+                newcomer = await _accept(listener)
+            rank = world_size
+            try:
+                rank = await asyncio.wait_for(_rank_of(newcomer, key), _ANSWER_S)
+            except (OSError, asyncio.TimeoutError):
+                pass
+            finally:
+                # The first connection of a rank counts. A second one would be a rank that was started twice.
+                if rank < world_size and rank not in admitted:
+                    admitted[rank] = newcomer
+                else:
+                    newcomer.close()
+            if len(admitted) == world_size:
+                ended.set()
 
-    accepting = asyncio.create_task(_accept(listener, room, meet))
+    listener.setblocking(False)
+    # So many newcomers may be answering. The others wait in the listener's backlog.
+    admitting = [asyncio.create_task(admit()) for _ in range(_MOST_NEWCOMERS)]
     try:
-        await asyncio.wait_for(complete.wait(), timeout_s)
+        await asyncio.wait_for(ended.wait(), timeout_s)
     except asyncio.TimeoutError:
         for connection in admitted.values():
             connection.close()
         return {}
     finally:
-        accepting.cancel()
-        await asyncio.wait([accepting])
+        ended.set()
+        for task in admitting:  # strangers may still be answering
+            task.cancel()
+        await asyncio.gather(*admitting, return_exceptions=True)
         listener.close()
     return admitted
 
 
-async def _accept(
-    listener: socket.socket, room: asyncio.Semaphore, meet: Callable[[socket.socket], Coroutine[Any, Any, None]]
-) -> None:
-    """Meet newcomers while there is room for them: the others wait in the listener's backlog. Until cancelled."""
-    listener.setblocking(False)
-    meetings: set[asyncio.Task[None]] = set()
-    try:
-        while True:
-            await room.acquire()
-            try:
-                newcomer, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError:  # it has ended already, or this process may open no more files
-                room.release()
-                await asyncio.sleep(_RETRY_S)
-                continue
+async def _accept(listener: socket.socket) -> socket.socket:
+    """Return the next connection."""
+    while True:
+        try:
+            newcomer, _ = await asyncio.get_running_loop().sock_accept(listener)
+        except OSError:  # it has ended already, or this process may open no more files
+            await asyncio.sleep(_RETRY_S)
+        else:
             close_in_children(newcomer)
-            meeting = asyncio.create_task(meet(newcomer))
-            meetings.add(meeting)
-            meeting.add_done_callback(meetings.discard)
-    finally:
-        for meeting in meetings:
-            meeting.cancel()
-        await asyncio.gather(*meetings, return_exceptions=True)
+            return newcomer
 
 
 async def _rank_of(newcomer: socket.socket, key: bytes) -> int:

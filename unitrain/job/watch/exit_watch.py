@@ -19,13 +19,12 @@ _CHECK_S = 1.0
 _watch: ExitWatch | None = None
 
 
-def watch_exit(name: str, pulse: Pulse, *, warn_s: float, end_s: float) -> None:
+def watch_exit(name: str, pulse: Pulse, end_s: float) -> None:
     """Start the exit watch of this process, or give the running one these arguments.
 
     Args:
         name: this process, for the messages.
         pulse: what this process is doing: while it trains in another thread, or waits for other ranks, it may stay.
-        warn_s: seconds from the end of the script to a message that says what keeps the process.
         end_s: seconds from the end of the script to the end of the process.
     """
     global _watch
@@ -35,7 +34,7 @@ def watch_exit(name: str, pulse: Pulse, *, warn_s: float, end_s: float) -> None:
         threading.Thread(target=_watch.run, name="unitrain exit watch", daemon=True).start()
         # Not by Python, after the watch has ended: the reader of stdout may have stopped.
         atexit.register(_flush)
-    _watch.name, _watch.pulse, _watch.warn_s, _watch.end_s = name, pulse, warn_s, end_s
+    _watch.name, _watch.pulse, _watch.end_s = name, pulse, end_s
 
 
 def _flush() -> None:
@@ -49,26 +48,23 @@ class ExitWatch:
 
     name: str = ""
     pulse: Pulse = Pulse()
-    warn_s: float = float("inf")
     end_s: float = float("inf")
 
     def run(self) -> None:
         """Run until the process has exited, or end it."""
-        warned, waited_s, last_state = False, 0.0, self._state()
+        waited_s, last_state = 0.0, self._state()
         while waited_s < self.end_s:
             time.sleep(_CHECK_S)
             waited_s += _CHECK_S  # by this clock, a suspended process does not wait
             # A script may train in a thread that is no daemon, after its main thread has ended.
             if _script_runs() or self._state() != last_state or self.pulse.phase != USER_CODE:
                 last_state, waited_s = self._state(), 0.0
-            if waited_s >= self.warn_s and not warned:
-                warned = True
-                print_stacks(
-                    f"unitrain: {self.name} has not exited {waited_s:.0f} s after the end of its script: it waits for "
-                    f"{_reason()}. Make such threads daemons or end them, and let exit handlers wait for a limited "
-                    f"time. The process is ended {self.end_s:g} s (timeout_s) after its script. Stacks:"
-                )
-        exit_now(1, f"unitrain: {self.name}: stopped because it did not exit within {self.end_s:g} s: {_reason()}.")
+        print_stacks(f"unitrain: stacks of {self.name} when it was ended:")
+        exit_now(
+            1,
+            f"unitrain: {self.name}: stopped because it did not exit within {self.end_s:g} s (timeout_s): it waits for "
+            f"{_reason()}. Make such threads daemons or end them, and let exit handlers wait for a limited time.",
+        )
 
     def _state(self) -> tuple[str, int, int]:
         """Return a state that changes whenever this process calls the library."""

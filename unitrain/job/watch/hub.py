@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from heapq import nsmallest
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from unitrain.job.watch import messages
@@ -118,8 +117,6 @@ class Hub:
                 self._decide(rank, f": {text}", on_all_ranks=on_all_ranks)
             case messages.Exits(text=text):
                 self._ends[rank] = text
-            case messages.Ask():
-                self._send(rank, messages.Answer(self._describe_others(rank)))
             case messages.Call():
                 self._compare_calls(rank, message)
             case messages.RequestStop(request=request) if request not in self._requests:
@@ -288,8 +285,6 @@ class Hub:
 
     def _describe_others(self, asking: int) -> str:
         """Return a description of the ranks that are not waiting, or, if all are, of the call that each waits in."""
+        others = sorted(self._busy - {asking}) or [rank for rank in self._present if rank != asking]
         # Of thousands of ranks, the message names a few.
-        others = nsmallest(_MOST_NAMED, self._busy - {asking})
-        if not others:
-            others = list(islice((rank for rank in self._present if rank != asking), _MOST_NAMED))
-        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in others)
+        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in others[:_MOST_NAMED])

@@ -39,12 +39,6 @@ def is_loopback(name: str) -> bool:
     return all(ip_address(address).is_loopback for address in addresses_of(name))
 
 
-def is_here(host: str) -> bool:
-    """Return whether a host name or address is this host's: its name, or one that resolves to an address of it."""
-    here = own_addresses()
-    return host == here[-1] or any(address in here or ip_address(address).is_loopback for address in addresses_of(host))
-
-
 def reach(hosts: Sequence[str], port: int) -> socket.socket:
     """Return a connection to rank 0, at the first of its addresses that accepts one.
 

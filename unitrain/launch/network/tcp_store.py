@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -16,10 +15,7 @@ from unitrain.launch.detect import Launch
 from unitrain.launch.network.open_files import allow_connections
 
 LOOPBACK = "127.0.0.1"
-_ANSWER_S, _RETRY_S = 5.0, 0.1
-# As torch's client begins: a number that identifies the protocol, then a ping with a number that the store sends back.
-_PINGED = struct.pack("=I", 4711)
-_PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PINGED
+_RETRY_S = 0.1
 
 
 def open_store(launch: Launch, host: str, port: int, timeout: timedelta) -> TCPStore:
@@ -62,7 +58,8 @@ def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPS
     """Return a client of the store at an address, waiting until it is open.
 
     If nothing listens at the address, torch's client waits for up to twice its timeout and prints many lines. If a
-    program listens that never answers, it waits forever. So it is started in a thread, once something listens.
+    program listens that never answers, it waits forever. So it is started in a thread, once something listens, and is
+    given up after ``timeout``.
 
     Args:
         host: the host of the store.
@@ -92,11 +89,10 @@ def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPS
 
     # A daemon: a client that waits forever must not keep the process.
     threading.Thread(target=join, daemon=True).start()
-    if wait([joined], _ANSWER_S).not_done and _listens(host, port) and not _is_store(host, port):
+    if wait([joined], timeout.total_seconds()).not_done:
         raise LaunchError(
             f"the rendezvous address of {launch.launcher} is {host}:{port}, but another program than rank 0 listens "
-            "there. End it (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another address.",
-            on_all_ranks=launch.local_rank > 0,
+            "there. End it (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another address."
         )
     return joined.result()
 
@@ -108,17 +104,3 @@ def _listens(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _is_store(host: str, port: int) -> bool:
-    """Return whether a store of torch listens at an address.
-
-    Its client may need seconds longer than this: it asks the name server, as thousands of ranks may, for both ends.
-    """
-    try:
-        with socket.create_connection((host, port), 1.0) as connection:
-            # A program with another protocol answers nothing, or something else.
-            connection.sendall(_PING)
-            return connection.recv(len(_PINGED)) == _PINGED
-    except OSError:
-        return False
