@@ -17,7 +17,6 @@ from torch.utils.data import (
 
 from unitrain.data.options import LoaderOptions, WorkerOptions
 from unitrain.data.order.division import Batching, Division
-from unitrain.data.order.samplers import replicas_of
 from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
 from unitrain.errors import ConfigError, DataError, nearest
 
@@ -177,12 +176,13 @@ class LoaderSettings:
                 "strategy.dataloader shards the dataset itself, so that a DistributedSampler would shard it twice: "
                 f"pass shuffle={self.sampler.shuffle} instead."
             )
-        for sampler in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
-            if len(replicas_of(sampler)) > 1:
+        for sampler in (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            replicas = getattr(sampler, "num_replicas", 1)
+            if replicas > 1:
                 raise ConfigError(
-                    f"a {type(sampler).__name__} makes the batches of one rank, but a batch_sampler must yield the "
-                    "indices of all ranks for each optimizer step, the same on every rank: pass it as sampler= with a "
-                    "batch size if it yields indices, or let it shard nothing (num_replicas=1, rank=0)."
+                    f"a {type(sampler).__name__} of {replicas} replicas yields the indices of one rank, but the loader "
+                    "shards those of all ranks, which must be the same on every rank: make it with num_replicas=1 and "
+                    "rank=0."
                 )
 
     def _check_size(self) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +63,7 @@ class Orders:
         self._most = most
         self._length = 0
         with suppress(Exception):  # a batch sampler has a length only if its sampler has one
-            self._length = operator.length_hint(sampler) * max(1, len(replicas_of(sampler)))
+            self._length = operator.length_hint(sampler)
         self._last: tuple[tuple[int, int, int], _Drawn] | None = None
 
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
@@ -121,30 +120,13 @@ class Orders:
         states = [generator.get_state() for generator, _ in self._generators]
         try:
             with generators_restored():
-                yield from self._of_all_ranks(sampler, seed, number)
+                seed_generators(derived_seed("sampler", seed, number))
+                for generator, initial in self._generators:
+                    generator.manual_seed(derived_seed("sampler", seed, number, initial) >> 1)
+                yield from sampler
         finally:
             for (generator, _), state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
-
-    def _of_all_ranks(self, sampler: Iterable[Any], seed: int, number: int) -> Iterator[Any]:
-        """Return an iterator over the sampler's indices; if it yields one rank's, over the indices of all.
-
-        These stand where the loader gives each rank what its sampler yields.
-        """
-        replicas = replicas_of(sampler)
-        if not replicas:
-            self._seed(seed, number)
-            return iter(sampler)
-        parts = []
-        for replica in replicas:
-            self._seed(seed, number)  # for each: on the ranks, all would draw the same numbers
-            parts.append(list(islice(replica, max(self._most, self._length) + 1)))
-        return (index for indices in zip_longest(*parts) for index in indices if index is not None)
-
-    def _seed(self, seed: int, number: int) -> None:
-        seed_generators(derived_seed("sampler", seed, number))
-        for generator, initial in self._generators:
-            generator.manual_seed(derived_seed("sampler", seed, number, initial) >> 1)
 
     def _indices(self, drawn: Iterator[Any]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
         """Return the indices that a sampler has drawn, and no sizes.
@@ -197,23 +179,6 @@ class _Drawn(NamedTuple):
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these positions: see ``Order``."""
         return self.indices[positions]
-
-
-def replicas_of(sampler: Any) -> list[Any]:
-    """Return the samplers of all ranks for one that yields the indices of its rank only; none for any other.
-
-    Such a sampler has the attributes ``num_replicas`` and ``rank``, as ``DistributedSampler`` and its subclasses.
-    """
-    if not {"num_replicas", "rank"} <= getattr(sampler, "__dict__", {}).keys():
-        return []
-
-    def replica(rank: int) -> Any:
-        other = copy.copy(sampler)
-        other.rank = rank
-        return other
-
-    # The script's own is among them: it may count its epochs itself.
-    return [sampler if rank == sampler.rank else replica(rank) for rank in range(sampler.num_replicas)]
 
 
 def _nested(sampler: Any) -> Iterator[Any]:
