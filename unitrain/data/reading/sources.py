@@ -14,9 +14,6 @@ from unitrain.data.reading.workers import with_defaults
 from unitrain.data.settings import LoaderSettings
 from unitrain.errors import ConfigError, DataError
 
-# Of a sampler without a length, for one epoch: more than that take seconds to draw.
-_MOST_INDICES = 2**23
-
 
 def make_source(
     communicator: Communicator,
@@ -63,8 +60,7 @@ def make_source(
     if given.shards is not None:
         raise ConfigError("shards is for sharded iterable datasets only: others are the same on any number of ranks.")
     sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
-    most = max(_MOST_INDICES, 16 * len(dataset))
-    orders = Orders(plan, lambda: given.samples, shuffle=given.shuffle, sampler=sampler, most=most)
+    orders = Orders(plan, lambda: given.samples, shuffle=given.shuffle, sampler=sampler)
     source = MapStyle(dataset, orders, collate, seeded=given.sample_seeding, settings=settings)
     _check_batches(source.plan(config.seed, 0), given)
     return source
