@@ -21,11 +21,6 @@ from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
 from unitrain.errors import ConfigError, DataError, nearest
 
 _PASSED_ON = tuple(WorkerOptions.__annotations__)
-_OURS = {
-    "generator": "the order follows from the strategy's seed and the epoch",
-    "pin_memory_device": "the strategy sets the device",
-    "in_order": "batches are always in order, so that runs are reproducible",
-}
 
 
 @dataclass
@@ -71,8 +66,6 @@ class LoaderSettings:
         """
         known = LoaderOptions.__annotations__
         for name in options:
-            if name in _OURS:
-                raise ConfigError(f"strategy.dataloader does not take {name!r}: {_OURS[name]}.")
             if name not in known:
                 raise ConfigError(
                     f"strategy.dataloader has no argument {name!r}.{nearest(name, known)} Of DataLoader's, it takes "
