@@ -22,7 +22,7 @@ from unitrain import ConfigError, DataError, Strategy
         ({"global_batch_size": -1}, "at least 1, not -1"),
         ({"batch_size": 2, "num_wokers": 2}, "no argument 'num_wokers'. Did you mean 'num_workers'"),
         ({"batch_size": 2, "generator": 3}, "no argument 'generator'. Of DataLoader's, it takes collate_fn, "),
-        ({"batch_size": 2, "sharded": True}, "sharded is for iterable datasets"),
+        ({"batch_size": 2, "sharded": True}, "sharded and shards are for iterable datasets"),
     ],
 )
 def test_wrong_settings(strategy: Strategy, settings: dict[str, Any], message: str) -> None:

@@ -179,7 +179,7 @@ class LoaderSettings:
                 )
 
     def _check_size(self) -> None:
-        """Refuse batch sizes, and numbers of shards, that are missing, contradict each other or are no such numbers."""
+        """Refuse batch sizes that are missing, contradict each other or are no such numbers."""
         if self.batch_sampler is not None:
             sizes = (self.global_batch_size, self.batch_size, self.micro_batch_size)
             if self.drop_last or any(size is not None for size in sizes):
@@ -198,13 +198,6 @@ class LoaderSettings:
         for given in (self.global_batch_size, self.batch_size, self.micro_batch_size):
             if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
                 raise ConfigError(f"a batch size must be an integer of at least 1, not {given!r}.")
-
-        numbers = self.shards if isinstance(self.shards, (tuple, list)) else (self.shards,)
-        if self.shards is not None and [type(number) is int and number > 0 for number in numbers] != [True, True]:
-            raise ConfigError(
-                f"shards is {self.shards!r}, but must be two integers: of how many shards a global batch is made, and "
-                "how many such groups take turns. For up to 8 ranks of 4 workers: shards=(8, 4)."
-            )
 
     def plan(self, rank: int, world_size: int, shares: tuple[int, ...], accumulate: int) -> Plan:
         """Return the plan of an epoch, without the sizes that only a stream or a batch sampler tells.

@@ -62,8 +62,7 @@ class Iterable:
         settings: dict[str, Any],
     ) -> None:
         self._dataset = given.dataset
-        dealt = is_sharded(given) and is_dealt(self._dataset)
-        if given.shards is not None and not dealt:
+        if given.shards is not None and not (is_sharded(given) and is_dealt(self._dataset)):
             raise ConfigError(
                 f"shards is not for this {type(self._dataset).__name__}: only iterable datasets with a method "
                 "shard(num_shards, index), of Hugging Face and of WebDataset are read in shards, without sharded=False."
@@ -89,6 +88,8 @@ class Iterable:
         """Return how to deal out the shards in epochs that are not resumed within."""
         plan = self._plan
         parts, groups = shards or (plan.world_size, self._workers)
+        if parts < 1 or groups < 1:
+            raise ConfigError(f"shards is {shards}, but must be two positive ints.")
         if plan.global_batch < parts:
             raise ConfigError(_too_few(plan.global_batch, parts))
         return Dealing(parts, groups, plan.global_batch)

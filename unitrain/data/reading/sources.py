@@ -55,10 +55,8 @@ def make_source(
             )
         assert isinstance(plan, EpochPlan)  # a batch sampler was refused
         return Iterable(ranks, given, plan, collate, settings)
-    if given.sharded is not None:
-        raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
-    if given.shards is not None:
-        raise ConfigError("shards is for sharded iterable datasets only: others are the same on any number of ranks.")
+    if given.sharded is not None or given.shards is not None:
+        raise ConfigError("sharded and shards are for iterable datasets only: the loader shards map-style ones itself.")
     sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
     orders = Orders(plan, lambda: given.samples, shuffle=given.shuffle, sampler=sampler)
     source = MapStyle(dataset, orders, collate, seeded=given.sample_seeding, settings=settings)
