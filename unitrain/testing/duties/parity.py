@@ -72,5 +72,4 @@ def _supports(world: World, case: Case) -> bool:
 @duty(each={case.name: case for case in CASES}, needs=_supports, judge=judge)
 def trains_as_one_device(world: World, case: Case) -> Trace:
     """Losses, gradients and weights are the same as in a plain loop on one device, and each sample is read once."""
-    _, trace = trial.train(case, world.open)
-    return trace
+    return trial.train(case, world.open)
