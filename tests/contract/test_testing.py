@@ -57,7 +57,7 @@ def test_what_follows_a_failed_duty_is_left_for_another_start() -> None:
     assert list(outcomes) == ["fine", "fail_on_rank_1"]
     assert outcomes["fine"] == ""
     why = outcomes["fail_on_rank_1"]
-    assert why.startswith("nobody-x2 fails the duty: demand of fail_on_rank_1\nrank 1: Traceback")
+    assert why.startswith('nobody-x2 fails the duty: demand of fail_on_rank_1\n"""\nrank 1: Traceback')
     assert "in fail_on_rank_1" in why
     assert "ZeroDivisionError: on purpose\n---- rank 0 ----\n---- fine\n" in why
     assert "---- fail_on_rank_1\npython says 0\na library says something\n" in why
