@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,17 +115,6 @@ def raise_error(world: World, text: str) -> None:
 def test_a_duty_that_is_to_end_the_job_is_done_where_the_ranks_say_why(text: str, failure: str) -> None:
     [why] = outcomes_of(duty(raise_error, text, ending="ZeroDivisionError: on purpose")).values()
     assert (failure in why) if failure else (why == "")
-
-
-def write_to_the_folder(world: World) -> None:
-    Path(world.folder, str(rank())).touch()
-    while len(list(world.folder.iterdir())) < 2:
-        time.sleep(0.01)
-
-
-def test_the_ranks_of_a_duty_share_an_empty_folder() -> None:
-    outcomes = outcomes_of(duty(write_to_the_folder), duty(fine), limit_s=10)
-    assert outcomes == {"write_to_the_folder": "", "fine": ""}
 
 
 def test_worlds_are_those_that_a_backend_would_see() -> None:

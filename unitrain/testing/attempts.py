@@ -9,7 +9,6 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,8 +41,7 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for duty in duties:
-            # Here, and not on the ranks: one could use it before another has made it.
-            (folder / duty.name / "shared").mkdir(parents=True)
+            (folder / duty.name).mkdir()
         work = [(duty.name, duty.function, duty.arguments) for duty in duties]
         ended, printed = "", StringIO()
         try:
@@ -82,7 +80,7 @@ def _do_in_turn(
         print(f"---- {name}", flush=True)
         # This works without the GIL, and while the main thread waits in a library.
         faulthandler.dump_traceback_later(limit_s, exit=True)
-        returned = function(replace(world, folder=folder / name / "shared"), *arguments)
+        returned = function(world, *arguments)
         draft = folder / name / f"draft {rank}"
         draft.write_bytes(pickle.dumps(returned))
         draft.rename(folder / name / f"result {rank}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ class World:
     processes: int
     launcher: Launcher = "spawn"
     """What starts the processes; "python" for one process without a launcher."""
-    folder: Path = Path()
-    """On a rank: a folder that all ranks of the world share, empty at the start of a duty."""
 
     def __str__(self) -> str:
         return f"{self.backend}-x{self.processes}"
