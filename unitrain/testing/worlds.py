@@ -116,26 +116,21 @@ def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
     """
     kind = load_backend(backend)
     worlds: list[World] = []
-    refusals: list[ConfigError | BackendError] = []
+    refusal: ConfigError | BackendError | None = None
     # spawn first: it starts ranks in a fraction of a second.
     several = ["spawn", *(name for name in local_launchers() if name != "python")]
     for size in sizes:
         for launcher in ["python"] if size == 1 else several:
             try:
                 # Horovod, for one, does not see the ranks of unitrain.spawn.
-                if not sees_world(backend, launcher, size):
-                    continue
+                if sees_world(backend, launcher, size):
+                    worlds.append(World(backend, size, launcher))
+                    break
             except (ConfigError, BackendError) as error:
-                refusals.append(error)
-                continue
-            worlds.append(World(backend, size, launcher))
-            break
-    if not worlds and refusals:
-        raise refusals[0]
+                refusal = refusal or error
     if not worlds:
-        asked = ", ".join(map(str, sizes))
-        raise LaunchError(
-            f"backend {backend!r} can't run on {asked} processes under any launcher found here "
+        raise refusal or LaunchError(
+            f"backend {backend!r} can't run on {', '.join(map(str, sizes))} processes under any launcher found here "
             f"({', '.join(['python', *several])}), according to its method `expected_world`. It works under: "
             f"{kind.served_by}."
         )
