@@ -125,9 +125,6 @@ class LoaderSettings:
                     f"{name} is set by the DataLoader: pass it to the DataLoader, or pass the dataset instead."
                 )
         given = {name: getattr(loader, name, None) for name in _PASSED_ON}
-        if not self.passed_on.get("num_workers", loader.num_workers):
-            # torch refuses these without workers, and the script may have set num_workers=0 for this loader alone.
-            given.update(multiprocessing_context=None, timeout=None, prefetch_factor=None, persistent_workers=None)
         self.passed_on = {**{name: value for name, value in given.items() if value is not None}, **self.passed_on}
         self.dataset, self.drop_last = loader.dataset, loader.drop_last
         if loader.batch_size is None and loader.batch_sampler is None:
