@@ -122,7 +122,7 @@ def _trials(worlds: Sequence[World], device: str, progress: Progress) -> Iterato
                 ranks = world.run(trial.train_all, cases, world.backend, device, timeout=_LIMIT_S)
         except Exception as error:
             problem = cause(f"{printed.getvalue()}\n{type(error).__name__}: {error}")
-            yield from (Verdict(label, world.backend, c.name, c.tolerance, problems=(problem,)) for c in cases)
+            yield from (Verdict(label, world.backend, case, problems=(problem,)) for case in cases)
             continue
         for case, traces in zip(cases, zip(*ranks, strict=True), strict=True):
             yield compare(label, world.backend, case, expected[case.name], traces)
@@ -138,9 +138,11 @@ def _print(verdicts: Sequence[Verdict], console: Console) -> None:
         table.add_column(column, justify="right")
     for (world, backend), group in groupby(verdicts, key=lambda v: (v.world, v.backend)):
         cases = list(group)
-        exact = [v for v in cases if v.tolerance == EXACT]
+        exact = [v for v in cases if v.case.tolerance == EXACT]
         cells = [max(getattr(v, kind) for v in exact) for kind in ("loss", "gradient", "weight")]
-        cells += [max((v.weight for v in cases if v.case.startswith(kind)), default=0.0) for kind in ("bf16", "fp16")]
+        cells += [
+            max((v.weight for v in cases if v.case.name.startswith(kind)), default=0.0) for kind in ("bf16", "fp16")
+        ]
         same = sum(v.passed for v in cases)
         colour = "green" if same == len(cases) else "red"
         table.add_row(world, backend, *(f"{c:.0e}" for c in cells), f"[{colour}]{same}/{len(cases)}")
