@@ -61,8 +61,7 @@ def test_a_plugin_is_judged_from_outside_under_its_own_settings(installed: str, 
     asked = ("--backend", "store", "--processes", "1,2", "--", "-k", "gathers or calls")
     done = run(*UNITRAIN, "conform", *asked, path=installed, folder=tmp_path, UNITRAIN_STORE__LEVEL="6")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "store-x1: 2 of 2 duties passed" in done.stdout
-    assert "store-x2: 4 of 4 duties passed" in done.stdout
+    assert "6 passed" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["conftest.py", "pytest.ini"]
 
 
@@ -78,7 +77,6 @@ def test_a_wrong_backend_fails_with_its_mistake_in_the_text(
     assert "sums_twice-x2 fails the duty: all_reduce is exact for every operation, dtype and shape" in printed
     assert "failed its self-test: all_reduce with op 'sum' gave" in printed
     assert ", in calls_in_another_thread\n" in printed
-    assert "sums_twice-x2: 0 of 3 duties passed" in printed
 
 
 @pytest.mark.soak
@@ -88,7 +86,6 @@ def test_the_plugin_of_the_page_does_every_duty_and_trains_as_the_plain_loop(ins
         "-m", "pytest", "--pyargs", "unitrain.testing", "--backend", "store", path=installed, folder=tmp_path
     )
     assert contract.returncode == 0, contract.stdout + contract.stderr
-    assert re.search(r"store-x3: (\d+) of \1 duties passed", contract.stdout)
     verified = run(*UNITRAIN, "verify", "--backend", "store", path=installed, folder=tmp_path)
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
@@ -124,4 +121,3 @@ def test_other_tests_keep_their_own_options(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_theirs(request): assert request.config.getoption('backend') == 'theirs'")
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=1)
-    assert "duties" not in result.stdout.str()

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -92,21 +95,28 @@ def evaluation_of_uneven_batches(world: World) -> None:
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
+@contextlib.contextmanager
+def shared_folder(strategy: Strategy) -> Iterator[Path]:
+    """Yield a folder that all ranks of this host share."""
+    with tempfile.TemporaryDirectory() as mine:
+        yield Path(strategy.communicator.broadcast_object(mine))
+        strategy.barrier()
+
+
 @duty()
 def rank_0_goes_first(world: World) -> None:
     """Rank 0 leaves main_first() before the others enter it."""
-    marker = world.folder / "marker"
-    with world.open() as strategy, strategy.main_first():
-        assert marker.exists() != strategy.is_main
+    with world.open() as strategy, shared_folder(strategy) as folder, strategy.main_first():
+        assert (folder / "marker").exists() != strategy.is_main
         if strategy.is_main:
             time.sleep(0.05)  # enough for the others to enter, if they could
-            marker.touch()
+            (folder / "marker").touch()
 
 
 @duty()
 def saves_and_loads(world: World) -> None:
     """save() writes one complete file without the keys of a wrapper, and load() returns its contents on every rank."""
-    with world.open() as strategy:
+    with world.open() as strategy, shared_folder(strategy) as folder:
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         keys = list(model.state_dict())
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -115,7 +125,7 @@ def saves_and_loads(world: World) -> None:
         assert isinstance(norm, nn.BatchNorm1d)
         assert isinstance(norm.running_mean, Tensor)
         norm.running_mean.fill_(strategy.rank)
-        path = world.folder / "deep" / "er" / "state.pt"
+        path = folder / "deep" / "er" / "state.pt"
         strategy.save(
             {"model": prepared, "optimizer": optimizer, "list": [1, "two", None], "rank": strategy.rank}, path
         )

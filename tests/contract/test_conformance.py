@@ -15,7 +15,7 @@ from ranks import horovodrun_environments
 
 from unitrain.communication.backend import backend_names
 from unitrain.testing.contract import check, parameters
-from unitrain.testing.duties import DUTIES, gradients, parity
+from unitrain.testing.duties import DUTIES, parity
 from unitrain.testing.duty import Duty
 from unitrain.testing.parity.cases import Trace
 from unitrain.testing.worlds import World
@@ -83,19 +83,6 @@ def test_ddp_trains_as_one_device_with_every_option() -> None:
     by_rank = world.run(train_with_options, world)
     for case, ranks in zip(PLAIN, zip(*by_rank, strict=True), strict=True):
         parity.judge(world, case, ranks)
-
-
-def what_is_refused(world: World) -> list[str]:
-    """The contract lets a backend choose: it trains right, or refuses."""
-    return [gradients.sparse_gradients(world), gradients.losses_of_one_trunk(world), gradients.the_module_itself(world)]
-
-
-def test_ddp_averages_what_its_wrapper_does_not_see_and_refuses_losses_of_one_trunk() -> None:
-    world = World("ddp", 2)
-    for sparse, trunk, module in world.run(what_is_refused, world):
-        assert sparse == ""
-        assert "add the losses" in trunk
-        assert module == ""
 
 
 def test_backend_of_a_third_party_is_listed_but_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:

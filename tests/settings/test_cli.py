@@ -42,8 +42,8 @@ def test_the_help_of_a_subcommand_has_its_defaults(capsys: pytest.CaptureFixture
         (["install-horovod", "--gpu", "rccl"], "'rccl'"),
         (["doctor", "--yaml"], "--yaml"),
         (
-            ["verify", "--output", "gs://bucket/verify.json"],
-            "--output: gs://bucket/verify.json is a URL: pass the path",
+            ["checkpoint", "merge", "runs", "--output", "gs://bucket/model.pt"],
+            "--output: gs://bucket/model.pt is a URL: pass the path",
         ),
     ],
 )

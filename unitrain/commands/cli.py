@@ -33,7 +33,6 @@ _MODULES = {
     "doctor": "doctor.command",
     "horovod": "horovod.script",
     "install-horovod": "horovod.install",
-    "verify": "verify.command",
 }
 """Where a command's module in ``unitrain.commands`` does not have its name."""
 

@@ -44,8 +44,7 @@ class Loader:
 
     A complete iteration is an epoch. An iteration that ends early counts as an epoch, too, if one of its batches was
     used in a backward of the strategy, or an optimizer has stepped in it: the next iteration starts the next epoch.
-    Otherwise, after ``next(iter(loader))`` say, it does not count: the next iteration yields the same batches again,
-    with a warning if it was left after more than one batch.
+    Otherwise, after ``next(iter(loader))`` say, it does not count: the next iteration yields the same batches again.
 
     Attributes:
         dataset: the dataset.
@@ -83,7 +82,6 @@ class Loader:
         self._iteration: Iteration | None = None
         self._latest: Iteration | None = None  # also when it has ended
         self._resumed = False  # in a later epoch, and not iterated over since
-        self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
         self._given = given
         self._made_at = call_site.current()
         self._trial = communicator.collectives.pulse.trial
@@ -224,14 +222,12 @@ class Loader:
         if self._counts:
             self.epoch = self._epoch + 1
         elif self._iteration is not None:
-            self._drop(self._iteration)
-        if self._loop.is_training():
-            if self._communicator.collectives.pulse.trial != self._trial:
-                raise UsageError(
-                    f"the loader that was made at {self._made_at} belongs to another trial, or to none: its order "
-                    "would depend on what was trained before. Make a loader in each trial; one may evaluate for all."
-                )
-            self._tell_uncounted()  # not in an evaluation, which does not show how the script counts
+            self._begin_at(*self._start)
+        if self._loop.is_training() and self._communicator.collectives.pulse.trial != self._trial:
+            raise UsageError(
+                f"the loader that was made at {self._made_at} belongs to another trial, or to none: its order "
+                "would depend on what was trained before. Make a loader in each trial; one may evaluate for all."
+            )
         shares_order = self._source.readers(self._epoch) is None  # with all ranks
         if isinstance(self._source, MapStyle) and self._given.held is None:
             self._given.held = len(self.dataset)
@@ -255,8 +251,8 @@ class Loader:
             if not complete and iteration is self._iteration:
                 if self._loop.leave(iteration):
                     self._tell_repeated(iteration)
-                else:
-                    self._drop(iteration)
+                else:  # nothing was trained on: it does not count
+                    self._begin_at(*self._start)
         self._loop.end(iteration, complete=True)
         if self._loop.is_training():
             self._tell_repeated(iteration)
@@ -264,26 +260,6 @@ class Loader:
         if sampled and self._communicator.world_size > 1 and self._loop.is_training():
             self._check_same_order()  # not before the epoch, where one rank alone may look at a batch
         self.epoch = self._epoch + 1
-
-    def _drop(self, iteration: Iteration) -> None:
-        """Forget an iteration that was left before any of its batches was trained on: it does not count."""
-        last = iteration.micro_batch
-        # A single batch is a look, as next(iter(loader)) takes it, and no loss to tell of.
-        self._uncounted = 0 if last is None or last.opening else last.stop - self._start[0]
-        self._begin_at(*self._start)
-
-    def _tell_uncounted(self) -> None:
-        """Warn once of an iteration that was left without a step: a script may count it although the loader does not.
-
-        Not when it is left, since an evaluation or a look at a batch would be warned of as well.
-        """
-        samples, self._uncounted = self._uncounted, 0
-        if samples:
-            self._communicator.warn(
-                f"an iteration over this loader was left after {samples} samples, and no optimizer had stepped in it: "
-                "it does not count. Its samples come again, and state_dict() has the position at its beginning. To "
-                "count them, call state_dict() in the loop, before leaving it, and load_state_dict() with that."
-            )
 
     def _tell_repeated(self, iteration: Iteration) -> None:
         """Warn if another loader of the same line was trained on in the same random order."""
@@ -315,7 +291,7 @@ class Loader:
         Raises:
             DataError: they were not; on every rank.
         """
-        state = self._state()
+        state = self.state_dict()
         facts = {f"the {key.replace('_', ' ')}": state[key] for key in ("length", "fingerprint", "global_batch_size")}
         if self._given.division is not None:
             facts.update(self._given.division.facts)
@@ -386,10 +362,6 @@ class Loader:
         Of a sharded dataset with ``state_dict``, it also has the states of the shards that this rank reads. A
         checkpoint of the strategy has the states of all; a shard without one is read again up to the position.
         """
-        self._tell_uncounted()
-        return self._state()
-
-    def _state(self) -> dict[str, Any]:
         drawn, position = self._source.drawn(self._seed, self._epoch), self.position
         return {
             "seed": self._seed,
@@ -422,7 +394,7 @@ class Loader:
         Raises:
             CheckpointError: this is not a loader's state, or it belongs to other data, or can't be continued from.
         """
-        current = self._state()
+        current = self.state_dict()
         missing = current.keys() - state.keys()
         if missing:
             raise CheckpointError(f"this is not the state of a loader: it lacks {', '.join(sorted(missing))}.")

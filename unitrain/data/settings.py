@@ -17,16 +17,10 @@ from torch.utils.data import (
 
 from unitrain.data.options import LoaderOptions, WorkerOptions
 from unitrain.data.order.division import Batching, Division
-from unitrain.data.order.samplers import replicas_of
 from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
 from unitrain.errors import ConfigError, DataError, nearest
 
 _PASSED_ON = tuple(WorkerOptions.__annotations__)
-_OURS = {
-    "generator": "the order follows from the strategy's seed and the epoch",
-    "pin_memory_device": "the strategy sets the device",
-    "in_order": "batches are always in order, so that runs are reproducible",
-}
 
 
 @dataclass
@@ -72,8 +66,6 @@ class LoaderSettings:
         """
         known = LoaderOptions.__annotations__
         for name in options:
-            if name in _OURS:
-                raise ConfigError(f"strategy.dataloader does not take {name!r}: {_OURS[name]}.")
             if name not in known:
                 raise ConfigError(
                     f"strategy.dataloader has no argument {name!r}.{nearest(name, known)} Of DataLoader's, it takes "
@@ -133,9 +125,6 @@ class LoaderSettings:
                     f"{name} is set by the DataLoader: pass it to the DataLoader, or pass the dataset instead."
                 )
         given = {name: getattr(loader, name, None) for name in _PASSED_ON}
-        if not self.passed_on.get("num_workers", loader.num_workers):
-            # torch refuses these without workers, and the script may have set num_workers=0 for this loader alone.
-            given.update(multiprocessing_context=None, timeout=None, prefetch_factor=None, persistent_workers=None)
         self.passed_on = {**{name: value for name, value in given.items() if value is not None}, **self.passed_on}
         self.dataset, self.drop_last = loader.dataset, loader.drop_last
         if loader.batch_size is None and loader.batch_sampler is None:
@@ -177,16 +166,17 @@ class LoaderSettings:
                 "strategy.dataloader shards the dataset itself, so that a DistributedSampler would shard it twice: "
                 f"pass shuffle={self.sampler.shuffle} instead."
             )
-        for sampler in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
-            if len(replicas_of(sampler)) > 1:
+        for sampler in (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            replicas = getattr(sampler, "num_replicas", 1)
+            if replicas > 1:
                 raise ConfigError(
-                    f"a {type(sampler).__name__} makes the batches of one rank, but a batch_sampler must yield the "
-                    "indices of all ranks for each optimizer step, the same on every rank: pass it as sampler= with a "
-                    "batch size if it yields indices, or let it shard nothing (num_replicas=1, rank=0)."
+                    f"a {type(sampler).__name__} of {replicas} replicas yields the indices of one rank, but the loader "
+                    "shards those of all ranks, which must be the same on every rank: make it with num_replicas=1 and "
+                    "rank=0."
                 )
 
     def _check_size(self) -> None:
-        """Refuse batch sizes, and numbers of shards, that are missing, contradict each other or are no such numbers."""
+        """Refuse batch sizes that are missing, contradict each other or are no such numbers."""
         if self.batch_sampler is not None:
             sizes = (self.global_batch_size, self.batch_size, self.micro_batch_size)
             if self.drop_last or any(size is not None for size in sizes):
@@ -205,13 +195,6 @@ class LoaderSettings:
         for given in (self.global_batch_size, self.batch_size, self.micro_batch_size):
             if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
                 raise ConfigError(f"a batch size must be an integer of at least 1, not {given!r}.")
-
-        numbers = self.shards if isinstance(self.shards, (tuple, list)) else (self.shards,)
-        if self.shards is not None and [type(number) is int and number > 0 for number in numbers] != [True, True]:
-            raise ConfigError(
-                f"shards is {self.shards!r}, but must be two integers: of how many shards a global batch is made, and "
-                "how many such groups take turns. For up to 8 ranks of 4 workers: shards=(8, 4)."
-            )
 
     def plan(self, rank: int, world_size: int, shares: tuple[int, ...], accumulate: int) -> Plan:
         """Return the plan of an epoch, without the sizes that only a stream or a batch sampler tells.

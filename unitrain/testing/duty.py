@@ -71,7 +71,6 @@ def duty(
         variants = {"": ()} if each is None else {f"[{name}]": (value,) for name, value in each.items()}
         for suffix, arguments in variants.items():
             name = function.__name__ + suffix
-            # A plug-in's duty must not replace one of these in silence.
             assert name not in _registered, f"two duties are called {name}"
             _registered[name] = Duty(name, demand, module, function, arguments, needs, judge, ending)
         return function
@@ -80,5 +79,5 @@ def duty(
 
 
 def registered() -> dict[str, Duty]:
-    """Return all duties by name, in the order of their registration, plug-ins' duties included."""
+    """Return all duties by name, in the order of their registration."""
     return dict(_registered)

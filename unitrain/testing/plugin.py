@@ -6,7 +6,6 @@ pytest loads it in every run if UniTrain is installed: it imports nothing of it,
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -59,19 +58,3 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[WORLDS] = find_worlds(backend, [int(size) for size in processes.split(",")])
     except UnitrainError as error:
         raise pytest.UsageError(str(error)) from error
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the number of duties that passed in each world."""
-    if WORLDS not in config.stash:
-        return
-    done, tried = Counter[str](), Counter[str]()
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.stats.get(outcome, []):
-            if match := re.search(r"test_contract\[(.+?-x\d+)-", report.nodeid):
-                tried[match[1]] += 1
-                done[match[1]] += outcome == "passed"
-    terminalreporter.section(f"backend {config.option.backend}")
-    for world, count in tried.items():
-        colour = {"green" if done[world] == count else "red": True}
-        terminalreporter.line(f"{world}: {done[world]} of {count} duties passed", **colour)

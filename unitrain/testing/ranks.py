@@ -11,7 +11,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +64,7 @@ def run_ranks(
             name of a real launcher, or a function that makes the ranks' environments.
 
     Raises:
-        TimeoutError: a rank did not end in time.
+        TimeoutError: a rank did not end in time; under a real launcher, subprocess.TimeoutExpired.
         CommunicationError: a rank died without an exception.
         RuntimeError: a real launcher exited with an error.
         BaseException: the exception of the first rank that failed. Its cause has the traceback, and names the rank.
@@ -126,10 +125,7 @@ def _run_under(launcher: str, fn: Callable[..., Any], args: tuple[Any, ...], npr
         Path(folder, "work").write_bytes(pickle.dumps(sys.path) + pickle.dumps((fn, args)))
         command = launch_command(launcher, nprocs, ["-m", "unitrain.testing.ranks", folder])
         with running(command, {**small_mpi_environment(), "PYTHONFAULTHANDLER": "1"}) as process:
-            try:
-                printed, _ = process.communicate(timeout=timeout)
-            except subprocess.TimeoutExpired as expired:
-                raise TimeoutError(f"the ranks under {launcher} did not end within {timeout:g} s") from expired
+            printed, _ = process.communicate(timeout=timeout)
         print(printed, end="")
         if process.returncode != 0:
             raise RuntimeError(f"{launcher} exited with code {process.returncode}; its output says why")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ class World:
     processes: int
     launcher: Launcher = "spawn"
     """What starts the processes; "python" for one process without a launcher."""
-    folder: Path = Path()
-    """On a rank: a folder that all ranks of the world share, empty at the start of a duty."""
 
     def __str__(self) -> str:
         return f"{self.backend}-x{self.processes}"
@@ -119,26 +116,21 @@ def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
     """
     kind = load_backend(backend)
     worlds: list[World] = []
-    refusals: list[ConfigError | BackendError] = []
+    refusal: ConfigError | BackendError | None = None
     # spawn first: it starts ranks in a fraction of a second.
     several = ["spawn", *(name for name in local_launchers() if name != "python")]
     for size in sizes:
         for launcher in ["python"] if size == 1 else several:
             try:
                 # Horovod, for one, does not see the ranks of unitrain.spawn.
-                if not sees_world(backend, launcher, size):
-                    continue
+                if sees_world(backend, launcher, size):
+                    worlds.append(World(backend, size, launcher))
+                    break
             except (ConfigError, BackendError) as error:
-                refusals.append(error)
-                continue
-            worlds.append(World(backend, size, launcher))
-            break
-    if not worlds and refusals:
-        raise refusals[0]
+                refusal = refusal or error
     if not worlds:
-        asked = ", ".join(map(str, sizes))
-        raise LaunchError(
-            f"backend {backend!r} can't run on {asked} processes under any launcher found here "
+        raise refusal or LaunchError(
+            f"backend {backend!r} can't run on {', '.join(map(str, sizes))} processes under any launcher found here "
             f"({', '.join(['python', *several])}), according to its method `expected_world`. It works under: "
             f"{kind.served_by}."
         )

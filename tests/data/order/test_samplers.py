@@ -268,57 +268,28 @@ class Weighted(DistributedSampler[int]):
         return iter(drawn[self.rank :: self.num_replicas])
 
 
-class Repeated(DistributedSampler[int]):
-    """Repeats a rank's indices."""
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_sampler_of_one_rank_is_refused_with_the_way_to_make_it(batches: bool) -> None:
+    def converted(replicas: int) -> Any:
+        sampler = Weighted(DATA, num_replicas=replicas, rank=0)
+        given: dict[str, Any] = {"batch_size": 4, "sampler": sampler}
+        if batches:
+            given = {"batch_sampler": BatchSampler(sampler, 4, False)}
+        return pretended_rank().dataloader(DataLoader(DATA, **given))
 
-    def __iter__(self) -> Iterator[int]:
-        return iter([i for i in super().__iter__() for _ in range(3)])
-
-
-class Unseeded(Sampler[int]):
-    """Draws from torch's global generator, which scripts seed alike on all ranks. No subclass of DistributedSampler."""
-
-    def __init__(self, _: Any, num_replicas: int, rank: int) -> None:
-        self.num_replicas, self.rank = num_replicas, rank
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(20).tolist()[self.rank :: self.num_replicas])
-
-
-@pytest.mark.parametrize("kind", [Weighted, Repeated, Unseeded, DistributedSampler])
-@pytest.mark.parametrize("source", [DATA, range(7)])
-def test_a_sampler_that_does_more_than_shard_gives_each_rank_its_indices(kind: Any, source: Any) -> None:
-    if kind is DistributedSampler and source is DATA:
-        return  # becomes shuffle
-    drawn = []
-    for rank in range(2):
-        samplers = [kind(source, num_replicas=2, rank=rank) for _ in range(3)]
-        converted = pretended_rank(rank, 2).dataloader(DataLoader(DATA, 4, sampler=samplers[0]))
-        given = pretended_rank(rank, 2).dataloader(DATA, batch_size=4, sampler=samplers[1])
-        for epoch in range(2):
-            batches = [batch.tolist() for batch in converted]
-            assert batches == [batch.tolist() for batch in given]
-            if kind is Unseeded:
-                drawn += [i for batch in batches for i in batch] if not epoch else []
-                continue
-            samplers[2].set_epoch(epoch)
-            assert batches == [batch.tolist() for batch in DataLoader(DATA, 4, sampler=samplers[2])]
-    assert kind is not Unseeded or sorted(drawn) == DATA
+    with pytest.raises(ConfigError, match=r"a Weighted of 2 replicas yields the indices of one rank.* num_replicas=1"):
+        converted(2)
+    read = converted(1)
+    for epoch in range(2):
+        sampler = Weighted(DATA, num_replicas=1, rank=0)
+        sampler.set_epoch(epoch)
+        assert [index for batch in read for index in batch.tolist()] == list(sampler)
 
 
 def test_samplers_of_torch_over_other_data_are_kept() -> None:
     for few in (RandomSampler(range(5)), torch.utils.data.SequentialSampler(range(5))):
         (batch,) = pretended_rank().dataloader(DataLoader(DATA, 20, sampler=few))
         assert sorted(batch.tolist()) == [0, 1, 2, 3, 4]
-
-
-def test_batches_of_one_rank_are_refused() -> None:
-    def batches(world_size: int) -> Any:
-        return BatchSampler(DistributedSampler(DATA, num_replicas=world_size, rank=0, shuffle=False), 4, False)
-
-    with pytest.raises(ConfigError, match="a DistributedSampler makes the batches of one rank, but a batch_sampler"):
-        pretended_rank().dataloader(DataLoader(DATA, batch_sampler=batches(2)))
-    assert len(list(pretended_rank().dataloader(DATA, batch_sampler=batches(1)))) == 5
 
 
 def test_contradictions_are_refused() -> None:

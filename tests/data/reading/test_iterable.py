@@ -149,16 +149,13 @@ def test_what_shards_itself_continues_on_the_same_ranks_and_workers_only() -> No
     first = loader()
     begun = [sample for batch in trained(first, 2) for sample in batch.tolist()]
     state = first.state_dict()
-    assert (state["readers"], state["steps"]) == ([1, 1, 2], 2)
+    assert (state["readers"], state["steps"]) == ([1, 1, 2, []], 2)
     same = loader()
     same.load_state_dict(state)
     assert begun + [sample for batch in same for sample in batch.tolist()] == list(range(9))
-    with pytest.raises(
-        CheckpointError, match=r"were \[1, 1, 2, 2\], and are now \[2, 1, 1, 2\]: a dataset that shards"
-    ):
+    said = "1 ranks with 1 workers each read this Numbers, which shards itself, and now 2 with 1 do: it can't continue"
+    with pytest.raises(CheckpointError, match=said):
         loader(2, batch_size=1).load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"now \[1, 1, 3, 3\]"):
-        loader(batch_size=3).load_state_dict(state)
     first.epoch = 1
     other = loader(2, batch_size=1)
     other.load_state_dict(first.state_dict())
@@ -204,8 +201,6 @@ def test_what_can_not_be_read_is_refused() -> None:
         strategy.dataloader(object(), batch_size=1)
     with pytest.raises(ConfigError, match="shuffle is not supported for an iterable dataset"):
         strategy.dataloader(Numbers(3), batch_size=1, shuffle=True)
-    with pytest.raises(ConfigError, match="a multiple of 4"):
-        strategy.dataloader(Numbers(3), global_batch_size=6, sharded=True)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -102,11 +101,3 @@ def test_torch_s_seed_can_be_read() -> None:
 
     assert len(set(expected(InitialSeed()))) == len(SEEDS)
     assert in_batches(SeededReads(), InitialSeed(), 4) == expected(InitialSeed())
-
-
-def test_a_copy_in_another_process_seeds_that_process() -> None:
-    """Python's and numpy's functions are bound to generators, which pickle would copy along."""
-    reads = SeededReads()
-    in_batches(reads, Drawing("python", "numpy", since=20), 4)
-    copied = pickle.loads(pickle.dumps(reads))
-    assert in_batches(copied, Drawing("python", "numpy"), 4) == expected(Drawing("python", "numpy"))

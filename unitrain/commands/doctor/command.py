@@ -16,13 +16,12 @@ from unitrain.commands.doctor.probes import PROBES, Finding, Status
 _STYLES: dict[Status, str] = {"ok": "green", "absent": "dim", "warning": "yellow", "error": "red"}
 
 
-def doctor(*, as_json: bool = False, as_report: bool = False, config: str | None = None) -> int:
+def doctor(*, as_json: bool = False, as_report: bool = False) -> int:
     """Print the findings as a table, as a JSON object with a key per probe, or as Markdown for a bug report.
 
     Args:
         as_json: print JSON, for scripts.
         as_report: print Markdown, with settings and without personal details.
-        config: a file of settings that the report compares with their defaults.
 
     Returns:
         The exit code, 0 whatever is found.
@@ -30,7 +29,7 @@ def doctor(*, as_json: bool = False, as_report: bool = False, config: str | None
     if as_report:
         from unitrain.commands.doctor.report import as_markdown, probes_of_report  # and all settings
 
-        print(as_markdown(examine({**PROBES, **probes_of_report(config)})))
+        print(as_markdown(examine({**PROBES, **probes_of_report()})))
     elif as_json:
         print(json.dumps({name: asdict(finding) for name, finding in examine(PROBES).items()}, indent=2))
     else:
@@ -75,5 +74,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", dest="as_json", action="store_true", help="print a JSON object")
     form.add_argument("--report", dest="as_report", action="store_true", help="print Markdown for a bug report")
-    parser.add_argument("--config", metavar="FILE", help="a script's settings, for --report")
     parser.set_defaults(run=doctor)

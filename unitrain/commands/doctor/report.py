@@ -17,9 +17,7 @@ from unitrain.commands.doctor.probes import Finding
 from unitrain.launch.detect import detect
 from unitrain.settings.resolution import resolve_strategy
 from unitrain.settings.schema import as_string, dotted, groups_of
-from unitrain.settings.sources import Source, validate
 from unitrain.settings.strategy_config import StrategyConfig
-from unitrain.settings.yaml_file import read
 
 _VARIABLES = ("CUDA_", "FI_", "GLOO_", "HOROVOD_", "NCCL_", "OMP_", "TORCH_", "UCX_", "UNITRAIN_")
 _PERSONAL = {
@@ -30,17 +28,12 @@ _PERSONAL = {
 }
 
 
-def probes_of_report(config: str | None) -> dict[str, Callable[[], str]]:
-    """Return the probes that only a report has: the system, the place in the job, settings and variables.
-
-    Args:
-        config: the file that the script reads its settings from.
-    """
+def probes_of_report() -> dict[str, Callable[[], str]]:
+    """Return the probes that only a report has: the system, the place in the job, settings and variables."""
     return {
         "system": lambda: f"{platform.platform()}, {platform.freedesktop_os_release()['PRETTY_NAME']}",
         "place": _place,
         "settings_of_the_environment": lambda: _changed(resolve_strategy(None, {}, os.environ)),
-        "settings_of_the_file": lambda: _changed(_of_file(config)) if config else "no --config FILE was given",
         "variables": lambda: ", ".join(sorted(name for name in os.environ if name.startswith(_VARIABLES))) or "none",
     }
 
@@ -58,11 +51,6 @@ def _place() -> str:
     """Return where the launcher has put this process."""
     launch = detect(os.environ)
     return f"local rank {launch.local_rank} of {launch.local_world_size}, node {launch.node_rank}, {launch.rendezvous}"
-
-
-def _of_file(name: str) -> StrategyConfig:
-    """Return the settings of a strategy in a recipe's file."""
-    return validate(StrategyConfig, [Source(read(name).get("strategy", {}), dotted)])
 
 
 def _changed(config: StrategyConfig) -> str:

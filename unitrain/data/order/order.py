@@ -20,14 +20,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unitrain.errors import DataError
 from unitrain.rng import MULTIPLIERS, mixed
 
 _EXACT_BELOW = 2**16
-_LARGEST = 2**62
 _ROUNDS = 8
-# The four arrays in use take a quarter of a MiB each, and stay in a core's cache.
-_CHUNK = 2**15
 
 
 class Order(Protocol):
@@ -48,17 +44,12 @@ class Shuffled:
     """A shuffled ``range(samples)``, different in each epoch.
 
     Args:
-        samples: number of samples.
+        samples: number of samples, at most 2**62.
         seed: of the run.
         epoch: number of the epoch.
-
-    Raises:
-        DataError: there are more than 2**62 samples.
     """
 
     def __init__(self, samples: int, seed: int, epoch: int) -> None:
-        if samples > _LARGEST:
-            raise DataError(f"{samples} samples can't be shuffled: at most 2**62 are supported.")
         self._samples = samples
         digest = hashlib.blake2b(f"unitrain order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
         # Read as little-endian whatever the machine, so that all have one order.
@@ -73,11 +64,7 @@ class Shuffled:
             raise IndexError(f"positions must be from 0 to {self._samples - 1}")
         if self._samples < _EXACT_BELOW:
             return self._sorted[positions]
-        taken = np.empty(len(positions), dtype=np.int64)
-        for start in range(0, len(positions), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            taken[part] = self._walk(positions[part].astype(np.uint64))
-        return taken
+        return self._walk(positions.astype(np.uint64)).astype(np.int64)
 
     def _walk(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Permute the integers below the power of two until every value is in ``range(samples)``."""

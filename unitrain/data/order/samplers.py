@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +17,9 @@ from unitrain.data.order.order import InOrder, Order, Shuffled
 from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
 from unitrain.errors import DataError
 from unitrain.rng import derived_seed, generators_restored, seed_generators
+
+# For one epoch, of a small dataset: more than that take seconds to draw.
+_MOST_INDICES = 2**23
 
 
 class Epoch(NamedTuple):
@@ -42,7 +43,6 @@ class Orders:
         samples: returns the number of samples in the dataset, which may change between epochs.
         shuffle: shuffle each epoch.
         sampler: a sampler of indices, or with a ``BatchPlan`` of lists of indices.
-        most: number of indices, above which a sampler that yields more than its length is taken to have no end.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class Orders:
         *,
         shuffle: bool = False,
         sampler: Iterable[Any] | None = None,
-        most: int = 0,
     ) -> None:
         self._plan = plan
         self._samples = samples
@@ -61,10 +60,6 @@ class Orders:
         # Each with its initial seed: a generator with another seed gives another order.
         generators = (getattr(level, "generator", None) for level in _nested(sampler))
         self._generators = [(g, g.initial_seed()) for g in generators if isinstance(g, torch.Generator)]
-        self._most = most
-        self._length = 0
-        with suppress(Exception):  # a batch sampler has a length only if its sampler has one
-            self._length = operator.length_hint(sampler) * max(1, len(replicas_of(sampler)))
         self._last: tuple[tuple[int, int, int], _Drawn] | None = None
 
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
@@ -97,7 +92,8 @@ class Orders:
         # Kept, as len() and the check of the ranks' orders ask for the same epoch, and a second draw could differ.
         if self._last is None or self._last[0] != (seed, number, samples):
             yielded = self._draw(self._sampler, seed, number)
-            indices, sizes = self._batches(yielded) if isinstance(self._plan, BatchPlan) else self._indices(yielded)
+            is_batches = isinstance(self._plan, BatchPlan)
+            indices, sizes = self._batches(yielded) if is_batches else (self._indices(yielded), ())
             digest = hashlib.blake2b(indices.tobytes(), digest_size=8).hexdigest()
             self._last = (seed, number, samples), _Drawn(indices, sizes, digest)
         drawn = self._last[1]
@@ -121,70 +117,40 @@ class Orders:
         states = [generator.get_state() for generator, _ in self._generators]
         try:
             with generators_restored():
-                yield from self._of_all_ranks(sampler, seed, number)
+                seed_generators(derived_seed("sampler", seed, number))
+                for generator, initial in self._generators:
+                    generator.manual_seed(derived_seed("sampler", seed, number, initial) >> 1)
+                yield from sampler
         finally:
             for (generator, _), state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
-    def _of_all_ranks(self, sampler: Iterable[Any], seed: int, number: int) -> Iterator[Any]:
-        """Return an iterator over the sampler's indices; if it yields one rank's, over the indices of all.
-
-        These stand where the loader gives each rank what its sampler yields.
-        """
-        replicas = replicas_of(sampler)
-        if not replicas:
-            self._seed(seed, number)
-            return iter(sampler)
-        parts = []
-        for replica in replicas:
-            self._seed(seed, number)  # for each: on the ranks, all would draw the same numbers
-            parts.append(list(islice(replica, max(self._most, self._length) + 1)))
-        return (index for indices in zip_longest(*parts) for index in indices if index is not None)
-
-    def _seed(self, seed: int, number: int) -> None:
-        seed_generators(derived_seed("sampler", seed, number))
-        for generator, initial in self._generators:
-            generator.manual_seed(derived_seed("sampler", seed, number, initial) >> 1)
-
-    def _indices(self, drawn: Iterator[Any]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-        """Return the indices that a sampler has drawn, and no sizes.
+    def _indices(self, drawn: Iterator[Any]) -> NDArray[np.int64]:
+        """Return the indices that a sampler has drawn.
 
         Raises:
             DataError: it seems to have no end.
         """
-        indices = _as_array(islice(drawn, max(self._most, self._length) + 1))
-        self._check_end(len(indices), len(indices))
-        return indices, ()
+        most = max(_MOST_INDICES, 16 * self._samples())
+        indices = np.fromiter(map(operator.index, islice(drawn, most + 1)), np.int64)  # which would round floats
+        if len(indices) > most:
+            raise DataError(
+                f"a sampler yielded more than {most} indices for one epoch: it seems to have no end. Let it end, "
+                "with itertools.islice in its __iter__, say, after as many as an epoch is to have."
+            )
+        return indices
 
     def _batches(self, drawn: Iterator[Any]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-        """Return the indices in a batch sampler's batches, joined, and the sizes of those batches that are not empty.
-
-        Raises:
-            DataError: it seems to have no end.
-        """
+        """Return the indices in a batch sampler's batches, joined, and the sizes of those that are not empty."""
         sizes: list[int] = []
 
         def batches() -> Iterator[Sequence[int]]:
-            total = 0
             for batch in drawn:
                 if len(batch):
                     sizes.append(len(batch))
-                    self._check_end(total := total + len(batch), len(sizes))
                     yield batch
 
-        return _as_array(chain.from_iterable(batches())), tuple(sizes)
-
-    def _check_end(self, indices: int, items: int) -> None:
-        """Raise DataError if the sampler has yielded so much that it seems to have no end."""
-        if indices > self._most and items > self._length:
-            raise DataError(
-                f"a sampler yielded more than {self._most} indices for one epoch: it seems to have no end. Let it end, "
-                "with itertools.islice in its __iter__, say, after as many as an epoch is to have."
-            )
-
-
-def _as_array(indices: Iterable[Any]) -> NDArray[np.int64]:
-    return np.fromiter(map(operator.index, indices), np.int64)  # np.fromiter would round floats
+        return self._indices(chain.from_iterable(batches())), tuple(sizes)
 
 
 class _Drawn(NamedTuple):
@@ -197,23 +163,6 @@ class _Drawn(NamedTuple):
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these positions: see ``Order``."""
         return self.indices[positions]
-
-
-def replicas_of(sampler: Any) -> list[Any]:
-    """Return the samplers of all ranks for one that yields the indices of its rank only; none for any other.
-
-    Such a sampler has the attributes ``num_replicas`` and ``rank``, as ``DistributedSampler`` and its subclasses.
-    """
-    if not {"num_replicas", "rank"} <= getattr(sampler, "__dict__", {}).keys():
-        return []
-
-    def replica(rank: int) -> Any:
-        other = copy.copy(sampler)
-        other.rank = rank
-        return other
-
-    # The script's own is among them: it may count its epochs itself.
-    return [sampler if rank == sampler.rank else replica(rank) for rank in range(sampler.num_replicas)]
 
 
 def _nested(sampler: Any) -> Iterator[Any]:

@@ -41,9 +41,9 @@ class Agreement:
     ) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches, and stand-ins after its last, as long as any rank has samples.
 
-        ``turns`` begin with turn ``step``; or with the first if the dealing is loose, and are skipped. ``start``
-        samples were consumed before, over all ranks. The steps are numbered as the turns are. Collective: each step
-        takes one sum over the ranks, for which it waits when the next batch is asked for.
+        ``turns`` begin with turn ``step``. ``start`` samples were consumed before, over all ranks. The steps are
+        numbered as the turns are. Collective: each step takes one sum over the ranks, for which it waits when the next
+        batch is asked for.
 
         Raises:
             DataError: a rank has no samples at all; on every rank.
@@ -51,10 +51,10 @@ class Agreement:
         if self._asked is not None:
             self._awaited()  # of an iteration that ended early
         plan = self._plan
-        groups, cuts = (1, 1) if dealing.loose else (dealing.groups, plan.accumulate)
+        groups = dealing.groups
         # Of the rank that keeps the fewest samples of a full turn: if it is enough, every rank has some in each cut.
         least = min(dealing.kept(rank, plan.world_size) for rank in range(plan.world_size))
-        source = _LooseSource(turns, step * plan.accumulate) if dealing.loose else _Source(turns)
+        source = _Source(turns)
         ended: set[int] = set()  # groups
         opening = True
         current = self._ask(source, step)
@@ -77,7 +77,7 @@ class Agreement:
                 count, batch = (current[i].samples, current[i].batch) if i < len(current) else (0, None)
                 micro_batch = MicroBatch(
                     start, start + sizes[i], count, window, step, i == filled[0], last,
-                    opening=opening, everywhere=least >= cuts and window == plan.global_batch,
+                    opening=opening, everywhere=least >= plan.accumulate and window == plan.global_batch,
                 )  # fmt: skip
                 yield micro_batch, batch if count else source.stand_in
                 start, opening = start + sizes[i], False
@@ -85,11 +85,11 @@ class Agreement:
 
     def _ask(self, source: _Source, turn: int) -> list[Piece]:
         """Start the sum of a turn. Return this rank's pieces of it."""
-        pieces = source.read(turn, self._plan.accumulate)
+        pieces = source.read(turn)
         counts = [piece.samples for piece in pieces]
         counts += [0] * (self._plan.accumulate - len(counts))
         # With the sizes, the number of ranks that have not had a sample yet, which is an error if others have.
-        values = [*counts, not source.began]
+        values = [*counts, source.stand_in is None]
         self._asked = self._sums.start(values) if self._plan.world_size > 1 else lambda: values
         return pieces
 
@@ -115,50 +115,25 @@ class _Source:
     """Reads this rank's turns.
 
     Attributes:
-        stand_in: the batch of a rank that has no samples of a micro-batch.
-        began: whether there was a sample.
+        stand_in: the batch of a rank that has no samples of a micro-batch; None before there was a sample.
     """
 
     def __init__(self, turns: Iterator[Turn]) -> None:
         self._turns = turns
         self._next: Turn | None = None
         self.stand_in: Any = None
-        self.began = False
 
-    def read(self, number: int, most: int) -> list[Piece]:
-        """Return this rank's pieces of a turn; none if its shards have ended.
-
-        Args:
-            number: of the turn. Those before it are skipped.
-            most: number of pieces at most.
-        """
+    def read(self, number: int) -> list[Piece]:
+        """Return this rank's pieces of a turn; none if its shards have ended. Turns before it are skipped."""
         while self._next is None or self._next.number < number:
             self._next = next(self._turns, None)
             if self._next is None:
                 return []
-            self.note(self._next)
+            self._note(self._next)
         return self._next.pieces if self._next.number == number else []
 
-    def note(self, turn: Turn) -> None:
+    def _note(self, turn: Turn) -> None:
         """Keep the stand-in of a turn, for micro-batches without samples of this rank."""
         for piece in turn.pieces:
-            self.began = self.began or piece.batch is not None
-            self.stand_in = self.stand_in if piece.samples or piece.batch is None else piece.batch
-
-
-class _LooseSource(_Source):
-    """Reads this rank's batches from any of its workers, as they come, but for the first ``skipped``."""
-
-    def __init__(self, turns: Iterator[Turn], skipped: int) -> None:
-        super().__init__(turns)
-        self._pieces = itertools.islice(self._filled(), skipped, None)
-
-    def read(self, number: int, most: int) -> list[Piece]:
-        """Return the next pieces, as many as a step has, or fewer at the end. Turns have no numbers here."""
-        return list(itertools.islice(self._pieces, most))
-
-    def _filled(self) -> Iterator[Piece]:
-        """Yield the pieces with samples, whichever worker has read them."""
-        for turn in self._turns:
-            self.note(turn)
-            yield from (piece for piece in turn.pieces if piece.samples)
+            if piece.batch is not None and (self.stand_in is None or not piece.samples):
+                self.stand_in = piece.batch

@@ -28,9 +28,6 @@ from unitrain.rng import derived_seed, seed_generators
 class Dealing(NamedTuple):
     """How the shards of a dataset are dealt out in an epoch.
 
-    With ``loose``, each rank and worker reads the shard that the dataset gives it, in turns of one micro-batch, and
-    ranks take the next batch of any worker: for datasets that shard themselves.
-
     Attributes:
         parts: number of shards that a turn takes samples of.
         groups: number of groups of as many shards, which take turns.
@@ -42,7 +39,6 @@ class Dealing(NamedTuple):
     """Number of samples in a turn."""
     earlier_sizes: tuple[tuple[int, int], ...] = ()
     """A turn and the size of the turns until then, for each other size that this epoch was begun with."""
-    loose: bool = False
 
     def taken(self, part: int, turn: int) -> int:
         """Return how many samples of a shard are in a turn, unless it has ended."""
@@ -116,33 +112,32 @@ class Reader:
         if self.ended:
             self.seek = None  # the turn in which it ended has yielded it
             return []
-        if self.dealing.loose:
-            return self._read(turn)
-        info = None
-        if library(self.dataset) in LIBRARIES:  # they look here for their shard, also if there is a single group
-            groups = self.dealing.groups
-            info = torch_worker.WorkerInfo(id=self.group, num_workers=groups, seed=0, dataset=self.dataset)
+        info = None  # a shard of the method ``shard`` is not to be split again
+        if library(self.dataset) in LIBRARIES or not is_dealt(self.dataset):
+            # They look here for their shard, also if there is a single group.
+            groups, seed = self.dealing.groups, self._seed_of(-1)
+            info = torch_worker.WorkerInfo(id=self.group, num_workers=groups, seed=seed, dataset=self.dataset)
         with as_worker(info), environment(RANK=self.part, WORLD_SIZE=self.dealing.parts):
             samples = self._read(turn)
-            state = None if self.ended else state_of(self._shard)
+            state = state_of(self._shard) if is_dealt(self.dataset) and not self.ended else None
         self.seek = Seek(self.part, self.group, turn, state) if self.ended or state is not None else None
         return samples
 
     def _read(self, turn: int) -> list[Any]:
         """Read a turn, and before the first one, open the shard where it continues."""
         if self._samples is None:
-            seed = self._seed_for(-1)
+            seed_generators(seed := self._seed_of(-1))
             shard = _shard_of(self.dataset, self.dealing, self.part, self.group, self.epoch, seed)
             self._shard, self._samples = opened(shard, None if self.seek is None else self.seek.state)
             first = self.group if self.seek is None else self.seek.turn + self.dealing.groups
             # Turn by turn, since each one is seeded: a dataset then shuffles and augments as it did the first time.
-            for past in () if self.dealing.loose else range(first, turn, self.dealing.groups):
+            for past in range(first, turn, self.dealing.groups):
                 self._next(past)
         return self._next(turn)
 
     def _next(self, turn: int) -> list[Any]:
         assert self._samples is not None
-        self._seed_for(turn)
+        seed_generators(self._seed_of(turn))
         count = 0 if self.ended else self.dealing.taken(self.part, turn)
         samples = list(islice(self._samples, count))
         if samples and self.sample is None and self.seek is None:
@@ -151,12 +146,9 @@ class Reader:
         self.sample = samples[-1] if samples else self.sample
         return samples
 
-    def _seed_for(self, turn: int) -> int:
-        """Seed this process's generators for a turn, unless the dataset shards itself. Return the seed."""
-        seed = derived_seed("shard", self.seed, self.epoch, self.part, self.group, turn)
-        if not self.dealing.loose:
-            seed_generators(seed)
-        return seed
+    def _seed_of(self, turn: int) -> int:
+        """Return the seed of a turn; with -1, of what comes before the first."""
+        return derived_seed("shard", self.seed, self.epoch, self.part, self.group, turn)
 
 
 # Hugging Face's streams are split by the library, WebDataset's by their splitters.
@@ -174,18 +166,18 @@ def is_dealt(dataset: Any) -> bool:
 
 
 def _shard_of(dataset: Any, dealing: Dealing, part: int, group: int, epoch: int, seed: int) -> Any:
-    """Return a shard of a dataset, or the dataset where it gives each rank and worker its own, as pretended to it."""
+    """Return a shard of a dataset, or the dataset if it shards itself, by the rank and worker that it finds."""
     if library(dataset) == "datasets":
         # The group is chosen by the library itself, from the worker that it finds: see ``Reader.read``.
         from datasets.distributed import split_dataset_by_node  # an optional dependency
 
         dataset = split_dataset_by_node(dataset, part, dealing.parts)
-    elif library(dataset) == "webdataset" and not dealing.loose:
+    elif library(dataset) == "webdataset":
         dataset = copy.copy(dataset)
         # Stages are copied, since the script's own dataset must not be changed.
         dataset.pipeline = [_seeded(copy.copy(stage), seed) for stage in dataset.pipeline]
     elif callable(getattr(dataset, "shard", None)):
-        index = part * dealing.groups + group if dealing.loose else group * dealing.parts + part
+        index = group * dealing.parts + part
         dataset = dataset.shard(num_shards=dealing.parts * dealing.groups, index=index)
     if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(epoch)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from unitrain.communication.structure import rebuilt, tensors
 from unitrain.device import IN_STEP, streams_of
@@ -30,26 +29,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
     non_blocking = device.type not in IN_STEP
 
     def move(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(device, non_blocking=non_blocking)
         if not callable(getattr(value, "to", None)):
             return value
-        if non_blocking and _takes_non_blocking(value.__class__):
-            return value.to(device, non_blocking=True)
+        if non_blocking:
+            with suppress(TypeError):  # its method has no such parameter
+                return value.to(device, non_blocking=True)
         return value.to(device)
 
     return rebuilt(batch, move)
-
-
-@lru_cache
-def _takes_non_blocking(kind: type) -> bool:
-    """Return whether a class's method ``to`` has a parameter ``non_blocking``, as torch's has."""
-    if issubclass(kind, PackedSequence):  # passes its arguments on to the method of tensors
-        return True
-    try:
-        return "non_blocking" in inspect.signature(kind.to).parameters  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, ValueError):  # an instance attribute, or not written in Python
-        return False
 
 
 def feed(batches: Iterator[tuple[T, Any]], device: torch.device) -> Iterator[tuple[T, Any]]:

@@ -62,8 +62,7 @@ class Iterable:
         settings: dict[str, Any],
     ) -> None:
         self._dataset = given.dataset
-        dealt = is_sharded(given) and is_dealt(self._dataset)
-        if given.shards is not None and not dealt:
+        if given.shards is not None and not (is_sharded(given) and is_dealt(self._dataset)):
             raise ConfigError(
                 f"shards is not for this {type(self._dataset).__name__}: only iterable datasets with a method "
                 "shard(num_shards, index), of Hugging Face and of WebDataset are read in shards, without sharded=False."
@@ -88,19 +87,12 @@ class Iterable:
     def _dealing(self, shards: tuple[int, int] | None) -> Dealing:
         """Return how to deal out the shards in epochs that are not resumed within."""
         plan = self._plan
-        if is_dealt(self._dataset):
-            parts, groups = shards or (plan.world_size, self._workers)
-            if plan.global_batch < parts:
-                raise ConfigError(_too_few(plan.global_batch, parts))
-            return Dealing(parts, groups, plan.global_batch)
-        # Ranks know nothing of each other's shards here, so each must get the same number of samples in a step.
-        per_step = plan.world_size * plan.accumulate
-        if plan.global_batch % per_step:
-            raise ConfigError(
-                f"global_batch_size {plan.global_batch} can't be split evenly over {plan.world_size} ranks with "
-                f"accumulate={plan.accumulate}, as data that shard themselves need: make it a multiple of {per_step}."
-            )
-        return Dealing(plan.world_size, self._workers, plan.global_batch // plan.accumulate, loose=True)
+        parts, groups = shards or (plan.world_size, self._workers)
+        if parts < 1 or groups < 1:
+            raise ConfigError(f"shards is {shards}, but must be two positive ints.")
+        if plan.global_batch < parts:
+            raise ConfigError(_too_few(plan.global_batch, parts))
+        return Dealing(parts, groups, plan.global_batch)
 
     def _read(self, reading: _Reading) -> None:
         """Make the DataLoader for a reading. Persistent workers of the previous one end with it."""
@@ -179,22 +171,19 @@ class Iterable:
         readers, usual, samples = state["readers"], self._usual.dealing, self._plan.global_batch
         if readers is None and usual is None:
             return None
-        if readers is None or usual is None or usual.loose != (len(readers) == 3):
+        if readers is None or usual is None:
             raise CheckpointError(
                 "the dataset was sharded in another way when the state was saved: pass the same one, and the same "
                 "sharded=, or start a new epoch: set loader.epoch."
             )
-        if usual.loose:
-            saved, current = [*readers, state["global_batch_size"]], [*_plain(usual), samples]
-            if saved != current:
-                raise CheckpointError(
-                    f"world size, workers per rank, batch size and global batch size were {saved}, and are now "
-                    f"{current}: a dataset that shards itself can't continue within epoch {state['epoch']} with "
-                    "others. Use the same as before, or start a new epoch: set loader.epoch."
-                )
-            return usual
         # The shards stay those of the saved run, however many ranks and workers read them now.
         parts, groups, size, earlier = readers
+        if not is_dealt(self._dataset) and (parts, groups) != usual[:2]:
+            raise CheckpointError(
+                f"{parts} ranks with {groups} workers each read this {type(self._dataset).__name__}, which shards "
+                f"itself, and now {usual.parts} with {usual.groups} do: it can't continue within epoch "
+                f"{state['epoch']}. Use as many as before, or start a new epoch: set loader.epoch."
+            )
         if samples < parts:
             raise CheckpointError(_too_few(samples, parts))
         if size != samples:
@@ -230,7 +219,7 @@ class Iterable:
         if self._agreement is None or dealing is None:
             self._stream.begin(seed, number, start)
             return ((piece.micro_batch, piece.batch) for piece in self._compared(self._noted()))
-        self._stream.begin(seed, number, 0 if dealing.loose else step)
+        self._stream.begin(seed, number, step)
         return self._agreement.micro_batches(self._compared(self._noted()), dealing, start, step)
 
     def _noted(self) -> Iterator[Any]:
@@ -306,9 +295,7 @@ def _too_few(samples: int, parts: int) -> str:
 
 
 def _plain(dealing: Dealing) -> list[Any]:
-    """Return a dealing as plain data, for checkpoints. A loose one has three numbers, others have four entries."""
-    if dealing.loose:
-        return [dealing.parts, dealing.groups, dealing.size // dealing.parts]
+    """Return a dealing as plain data, for checkpoints."""
     return [dealing.parts, dealing.groups, dealing.size, [list(pair) for pair in dealing.earlier_sizes]]
 
 

@@ -11,37 +11,28 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
-
-# Hugging Face's formats without user code, which ``custom`` is.
-_FORMATS = {None, "arrow", "jax", "numpy", "pandas", "polars", "tensorflow", "torch"}
-_DTYPES = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-}  # fmt: skip
 
 
 def draws_nothing(dataset: Any) -> bool:
     """Return whether a dataset is known to draw no random numbers when it is read, so that its samples need no seeds.
 
     Known are lists, tuples, ranges, arrays and tensors, ``TensorDataset``, Hugging Face's datasets without a transform,
-    and torch's ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these.
+    and torch's ``Subset`` and ``ConcatDataset`` of these.
     """
     kind = type(dataset)
     if kind is Subset:
         return type(dataset.indices) in (list, tuple, range, np.ndarray, Tensor) and draws_nothing(dataset.dataset)
     if kind is ConcatDataset:
         return all(map(draws_nothing, dataset.datasets))
-    if kind is StackDataset:
-        parts = dataset.datasets
-        return all(map(draws_nothing, parts.values() if isinstance(parts, dict) else parts))
     if kind is TensorDataset:
         return all(type(tensor) is Tensor for tensor in dataset.tensors)
     if kind in (list, tuple, range, np.ndarray, Tensor):
         return True
     hugging_face = sys.modules.get("datasets")
-    return hugging_face is not None and kind is hugging_face.Dataset and dataset.format["type"] in _FORMATS
+    # The format of a transform is "custom".
+    return hugging_face is not None and kind is hugging_face.Dataset and dataset.format["type"] != "custom"
 
 
 def is_default_collate(collate: Any) -> bool:
@@ -57,7 +48,7 @@ def is_default_collate(collate: Any) -> bool:
 def collated_rows(dataset: Any, samples: list[int]) -> list[Tensor] | None:
     """Return the result of ``default_collate`` for samples of a ``TensorDataset``, with one read of each tensor.
 
-    Return None if the result, or the message of an error, could differ: then read the samples one by one.
+    Return None if the result could differ: then read the samples one by one.
 
     Args:
         dataset: any dataset. ``Subset`` of a ``TensorDataset`` is read fast, too.
@@ -66,22 +57,13 @@ def collated_rows(dataset: Any, samples: list[int]) -> list[Tensor] | None:
     while type(dataset) is Subset and type(dataset.indices) in (list, range):
         samples = [dataset.indices[sample] for sample in samples]
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
-        return None
-    index = torch.tensor(samples)  # of another dtype if an index is no int, which index_select would round
     # A TensorDataset takes negative indices, and index_select does not.
-    if index.dtype != torch.int64 or min(samples) < 0 or max(samples) >= min(map(len, dataset.tensors)):
+    if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)) or min(samples) < 0:
         return None
+    index = torch.tensor(samples)
     return [tensor.index_select(0, index) for tensor in dataset.tensors]
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # index_select of these copies rows as stacking the samples does, to the bit.
-    return (
-        type(tensor) is Tensor
-        and tensor.dtype in _DTYPES
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-    )
+    # index_select of these copies rows as stacking the samples does, to the bit and with its strides.
+    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous()

@@ -17,7 +17,8 @@ from unitrain.data.reading.fetching import BatchReader, Collate, Request, as_is
 from unitrain.data.reading.workers import with_deaths_explained
 from unitrain.rng import derived_seed, sample_seeds
 
-# Number of positions that are looked up at once: one by one, an index costs a hundred times as much.
+# Number of positions that are looked up at once: one by one, an index costs a hundred times as much. The arrays that
+# this takes stay in a core's cache.
 _LOOK_UP = 2**15
 _LARGE_BATCH = 2**10
 # Number of samples that the ranks compare, and that each of them reads for it.

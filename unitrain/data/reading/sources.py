@@ -14,9 +14,6 @@ from unitrain.data.reading.workers import with_defaults
 from unitrain.data.settings import LoaderSettings
 from unitrain.errors import ConfigError, DataError
 
-# Of a sampler without a length, for one epoch: more than that take seconds to draw.
-_MOST_INDICES = 2**23
-
 
 def make_source(
     communicator: Communicator,
@@ -58,13 +55,10 @@ def make_source(
             )
         assert isinstance(plan, EpochPlan)  # a batch sampler was refused
         return Iterable(ranks, given, plan, collate, settings)
-    if given.sharded is not None:
-        raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
-    if given.shards is not None:
-        raise ConfigError("shards is for sharded iterable datasets only: others are the same on any number of ranks.")
+    if given.sharded is not None or given.shards is not None:
+        raise ConfigError("sharded and shards are for iterable datasets only: the loader shards map-style ones itself.")
     sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
-    most = max(_MOST_INDICES, 16 * len(dataset))
-    orders = Orders(plan, lambda: given.samples, shuffle=given.shuffle, sampler=sampler, most=most)
+    orders = Orders(plan, lambda: given.samples, shuffle=given.shuffle, sampler=sampler)
     source = MapStyle(dataset, orders, collate, seeded=given.sample_seeding, settings=settings)
     _check_batches(source.plan(config.seed, 0), given)
     return source

@@ -243,10 +243,8 @@ class ShardedStream(_Stream):
 
     def _cut(self, kept: list[Any], sample: Any) -> list[Piece]:
         """Return this rank's micro-batches of a turn, with a stand-in for the first that has no samples."""
-        cuts = 1 if self.dealing.loose else self.plan.accumulate
+        cuts = self.plan.accumulate
         size = self.dealing.kept(self.plan.rank, self.plan.world_size)
-        if self.dealing.loose and self.plan.drop_last and len(kept) < size:
-            kept = []
         # Cut by the size of a full turn, so that all ranks make the same micro-batches, however many samples they have.
         edges = [-(-i * size // cuts) for i in range(cuts + 1)]
         parts = [kept[begin:end] for begin, end in pairwise(edges)]

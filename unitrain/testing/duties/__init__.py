@@ -13,10 +13,8 @@ STARTS = (
 )
 """The modules, in order. The duties of a group of modules run in the same processes, one after another."""
 
-_from_plugins = registered()  # a plug-in may have registered duties before this import
-
 for _modules in STARTS:
     for _module in _modules:
         import_module(f"{__name__}.{_module}")
 
-DUTIES: dict[str, Duty] = {name: duty for name, duty in registered().items() if name not in _from_plugins}
+DUTIES: dict[str, Duty] = registered()

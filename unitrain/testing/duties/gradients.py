@@ -53,10 +53,9 @@ def _two_branches() -> Branches:
     return model
 
 
-def _naming(error: UsageError, remedy: str) -> str:
-    """Return the message of an error, and assert that it names the remedy."""
+def _assert_names(error: UsageError, remedy: str) -> None:
+    """Assert that the message of an error names the remedy."""
     assert remedy in str(error)
-    return str(error)
 
 
 def _embedding() -> nn.Embedding:
@@ -65,7 +64,7 @@ def _embedding() -> nn.Embedding:
 
 
 @duty()
-def sparse_gradients(world: World) -> str:
+def sparse_gradients(world: World) -> None:
     """Sparse gradients are averaged, or are an error on every rank that names the remedy."""
     with world.open() as strategy:
         twins = Twins(strategy, _embedding, lambda model: SGD(model.parameters(), lr=0.1))
@@ -74,15 +73,15 @@ def sparse_gradients(world: World) -> str:
             strategy.step(twins.prepared(numbers).pow(2).mean(), twins.optimizer)
         except UsageError as error:
             assert world.processes > 1
-            return _naming(error, "create its layer with sparse=False")
+            _assert_names(error, "create its layer with sparse=False")
+            return
         losses = [twins.expected(torch.tensor([rank, 4])).pow(2).mean() for rank in range(strategy.world_size)]
         step_by_hand(torch.stack(losses).mean(), twins.by_hand)
         twins.assert_same()
-        return ""
 
 
 @duty()
-def losses_of_one_trunk(world: World) -> str:
+def losses_of_one_trunk(world: World) -> None:
     """Two losses with a backward each, and a shared trunk, give the right gradients or an error."""
     with world.open() as strategy:
         twins = Twins(strategy, _two_branches)
@@ -94,14 +93,14 @@ def losses_of_one_trunk(world: World) -> str:
         except UsageError as error:
             # The core's own averaging has no reason to refuse this.
             assert world.averages_gradients
-            return _naming(error, "add the losses")
+            _assert_names(error, "add the losses")
+            return
         step_by_hand(twins.loss_by_hand(0) + twins.loss_by_hand(1), twins.by_hand)
         twins.assert_same()
-        return ""
 
 
 @duty()
-def the_module_itself(world: World) -> str:
+def the_module_itself(world: World) -> None:
     """A script that calls the module it passed to prepare() trains correctly or gets an error."""
     with world.open() as strategy:
         twins = Twins(strategy)
@@ -111,9 +110,9 @@ def the_module_itself(world: World) -> str:
             twins.train()
         except UsageError as error:
             assert world.averages_gradients
-            return _naming(error, "Call the model that prepare() returned")
+            _assert_names(error, "Call the model that prepare() returned")
+            return
         twins.assert_same()
-        return ""
 
 
 @duty(each={"accumulate=1": 1, "accumulate=2": 2})

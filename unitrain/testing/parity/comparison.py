@@ -21,14 +21,12 @@ class Verdict:
     Attributes:
         world: the launcher and the number of processes.
         backend: the name of the backend.
-        case: the name of the case.
-        tolerance: the largest deviation that is allowed.
+        case: the case.
     """
 
     world: str
     backend: str
-    case: str
-    tolerance: float
+    case: Case
     loss: float = math.nan
     """Largest deviation of the loss of a step over all ranks."""
     gradient: float = math.nan
@@ -42,13 +40,13 @@ class Verdict:
     def passed(self) -> bool:
         """Whether all deviations are within the tolerance, and there are no problems."""
         deviations = (self.loss, self.gradient, self.weight)
-        return not self.problems and all(d <= self.tolerance for d in deviations)
+        return not self.problems and all(d <= self.case.tolerance for d in deviations)
 
     def __str__(self) -> str:
         """Return the deviations and problems, in one line."""
         largest = f"loss {self.loss:.1e}, gradient {self.gradient:.1e}, weight {self.weight:.1e}"
-        deviations = f"{largest}, allowed {self.tolerance:.0e}"
-        return f"{self.world}, {self.backend}, {self.case}: {'; '.join([deviations, *self.problems])}"
+        deviations = f"{largest}, allowed {self.case.tolerance:.0e}"
+        return f"{self.world}, {self.backend}, {self.case.name}: {'; '.join([deviations, *self.problems])}"
 
 
 def compare(world: str, backend: str, case: Case, plain: Trace, ranks: Sequence[Trace]) -> Verdict:
@@ -70,8 +68,7 @@ def compare(world: str, backend: str, case: Case, plain: Trace, ranks: Sequence[
     return Verdict(
         world,
         backend,
-        case.name,
-        case.tolerance,
+        case,
         loss=_losses(plain, ranks),
         gradient=_largest(plain.gradients, ranks[0].gradients),
         weight=_largest(list(plain.weights.values()), list(ranks[0].weights.values())),

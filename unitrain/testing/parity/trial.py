@@ -1,25 +1,20 @@
-"""The loop to verify: every rank of a world trains cases with one backend.
-
-``python -m unitrain.testing.parity.trial FOLDER BACKEND DEVICE CASE ...``, started by any launcher.
-"""
+"""The loop to verify: every rank of a world trains cases with one backend."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
 import unitrain
 from unitrain.launch.detect import detect
-from unitrain.testing.parity.cases import CASES, Case, Digits, Trace, build, mean_loss, overflow
+from unitrain.testing.parity.cases import Case, Digits, Trace, build, mean_loss, overflow
 
 
-def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trace]:
-    """Train a case with the strategy that ``init`` returns for its settings, and return the rank and the record.
+def train(case: Case, init: Callable[..., unitrain.Strategy]) -> Trace:
+    """Train a case with the strategy that ``init`` returns for its settings, and return this rank's record.
 
     Args:
         case: the case.
@@ -58,24 +53,11 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
                 if len(trace.samples) == case.steps:
                     # Whole and on the CPU, whatever the backend has made of the model.
                     trace.finish(strategy.export(model))
-                    return strategy.rank, trace
+                    return trace
     raise AssertionError("a case has at least one step an epoch")
 
 
-def main(folder: Path, backend: str, device: str, names: Sequence[str]) -> None:
-    """Train the cases of these names, and write the record of each.
-
-    Args:
-        folder: gets a file CASE.RANK.pt for each case.
-        backend: the setting ``backend``.
-        device: the setting ``device``.
-        names: the names of the cases.
-    """
+def train_all(cases: Sequence[Case], backend: str, device: str) -> list[Trace]:
+    """Train cases with a backend on a device, and return this rank's record of each."""
     init = partial(unitrain.init, backend=backend, device=device)
-    for case in (case for case in CASES if case.name in names):
-        rank, trace = train(case, init)
-        torch.save(vars(trace), folder / f"{case.name}.{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
+    return [train(case, init) for case in cases]
