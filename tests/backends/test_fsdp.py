@@ -420,7 +420,7 @@ def train_offloaded(epochs: int, folder: str) -> tuple[list[float], State, set[s
     """Train on a GPU that the ranks share. Return losses, weights and where a shard, its state and a buffer are."""
     settings: dict[str, Any] = {"backend": "fsdp", "device": "cuda:0", "fsdp": {"cpu_offload": True}}
     losses, weights, _ = train(epochs, settings, folder)
-    with unitrain.init(**settings, precision="bf16", clip_norm=0.1, clip_value=0.1, timeout_s=60) as strategy:
+    with unitrain.init(**settings, precision="bf16", clip_norm=0.1, timeout_s=60) as strategy:
         with torch.device("meta"):
             model, optimizer, _ = made()
         model, optimizer = strategy.prepare(model, optimizer, initialise=True)

@@ -30,7 +30,7 @@ class ShardedGuardedStep(GuardedStep):
     def __init__(self, communicator: Communicator, *limits: Any) -> None:
         self._collectives, self._sharding = communicator.collectives, communicator.sharding
         super().__init__(communicator.device, *limits)
-        self._in_memory = GuardedStep(torch.device("cpu"), None, None) if communicator.sharding.offloads else None
+        self._in_memory = GuardedStep(torch.device("cpu"), None) if communicator.sharding.offloads else None
 
     def measure(self, *, for_verdicts: bool) -> None:
         """Ask ``forbids`` from now on, or not."""
@@ -77,16 +77,11 @@ class ShardedGuardedStep(GuardedStep):
         self._collectives.all_reduce_async(self._flag, "max", "gradients.found")()
 
 
-def guard_for(
-    communicator: Communicator,
-    clip_norm: float | None,
-    clip_value: float | None,
-    forbids: Callable[[float], bool],
-) -> GuardedStep:
+def guard_for(communicator: Communicator, clip_norm: float | None, forbids: Callable[[float], bool]) -> GuardedStep:
     """Make the guard of a run, with the arguments of ``GuardedStep``."""
     if communicator.sharding.of_parameters:
-        return ShardedGuardedStep(communicator, clip_norm, clip_value, forbids)
-    return GuardedStep(communicator.device, clip_norm, clip_value, forbids)
+        return ShardedGuardedStep(communicator, clip_norm, forbids)
+    return GuardedStep(communicator.device, clip_norm, forbids)
 
 
 class ShardedScaler(torch.amp.GradScaler):

@@ -83,7 +83,7 @@ class TrainingStep:
         self._differentiate = Backward(self._weights, self.scale, ranks.device, averaged=averaged).run
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
         self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
-        self.guard: GuardedStep = guard_for(ranks, config.clip_norm, config.clip_value, self.judge.forbids)
+        self.guard: GuardedStep = guard_for(ranks, config.clip_norm, self.judge.forbids)
         self.check_verdicts()
         self.windows: Windows = Windows(
             ranks,

@@ -220,12 +220,12 @@ class Window:
             raise UsageError(
                 f"the gradients of {self.name} were changed or cleared after micro-batch {self.micro_batches} of an "
                 "accumulation window: remove zero_grad() from the loop, since step() clears the gradients at the end "
-                "of each window, and clip with the settings clip_norm and clip_value."
+                "of each window, and clip with the setting clip_norm."
             )
         raise UsageError(
             f"the gradients of {self.name} were changed between backward() and update(), when they are not averaged "
-            "over the ranks yet: clip with the settings clip_norm and clip_value, and change gradients in a step "
-            "pre-hook of the optimizer (optimizer.register_step_pre_hook)."
+            "over the ranks yet: clip with the setting clip_norm, and change gradients in a step pre-hook of the "
+            "optimizer (optimizer.register_step_pre_hook)."
         )
 
     def _check_order(self, micro_batch: MicroBatch) -> None:
