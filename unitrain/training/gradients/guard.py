@@ -31,7 +31,8 @@ class GuardedStep(StepHook):
             asked only after ``measure``, and must return the same on all ranks.
 
     Attributes:
-        all_plain: whether torch's kernel may be given all gradients at once: they are dense, and on ``device``.
+        all_plain: whether torch's kernel may be given all gradients at once: they are dense, on ``device``, and of
+            dtypes that it supports (on a GPU, not bfloat16).
     """
 
     def __init__(
@@ -52,7 +53,6 @@ class GuardedStep(StepHook):
         self._read_flag = self._flag.numpy().item if device.type == "cpu" else self._flag.item  # numpy's is faster
         self._unit_scale = torch.ones((), dtype=torch.float32, device=device)
         self.all_plain: bool = True
-        self._refused: set[torch.dtype] = set()
         self.measure(for_verdicts=False)
 
     def measure(self, *, for_verdicts: bool) -> None:
@@ -159,22 +159,11 @@ class GuardedStep(StepHook):
         for numbers in map(plain_numbers, gradients):
             if numbers.numel():
                 by_kind[numbers.device, numbers.dtype].append(numbers)
-        for (device, dtype), same in by_kind.items():
-            self._check_plain(same, device, dtype)
-
-    def _check_plain(self, same: list[Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        """Check tensors of one device and dtype, which torch's kernel may not support: on a GPU, bfloat16."""
-        if device == self._flag.device and dtype not in self._refused:
-            try:
-                torch._amp_foreach_non_finite_check_and_unscale_(same, self._flag, self._unit_scale)
-            except NotImplementedError:
-                self._refused.add(dtype)
-            else:
-                return
-        # The largest absolute value of a tensor is non-finite if any element is: inf and NaN propagate.
-        largest = torch.stack(torch._foreach_norm(same, math.inf))
-        is_bad = largest.isfinite().all().logical_not().to(self._flag.device)
-        torch.logical_or(self._flag, is_bad, out=self._flag)
+        for same in by_kind.values():
+            # The largest absolute value of a tensor is non-finite if any element is: inf and NaN propagate.
+            largest = torch.stack(torch._foreach_norm(same, math.inf))
+            is_bad = largest.isfinite().all().logical_not().to(self._flag.device)
+            torch.logical_or(self._flag, is_bad, out=self._flag)
 
     def _step_flagged(
         self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor]

@@ -30,7 +30,6 @@ class ShardedGuardedStep(GuardedStep):
     def __init__(self, communicator: Communicator, *limits: Any) -> None:
         self._collectives, self._sharding = communicator.collectives, communicator.sharding
         super().__init__(communicator.device, *limits)
-        self._in_memory = GuardedStep(torch.device("cpu"), None) if communicator.sharding.offloads else None
 
     def measure(self, *, for_verdicts: bool) -> None:
         """Ask ``forbids`` from now on, or not."""
@@ -68,11 +67,6 @@ class ShardedGuardedStep(GuardedStep):
 
     def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
         """Set the flag to 1 if a gradient or a loss is non-finite on any rank."""
-        if self._in_memory is not None:
-            offloaded = [gradient for gradient in gradients if gradient.device.type == "cpu"]
-            gradients = [gradient for gradient in gradients if gradient.device.type != "cpu"]
-            if not self._in_memory._are_finite(offloaded, []):
-                self._flag.fill_(1.0)
         super()._check(gradients, losses)
         self._collectives.all_reduce_async(self._flag, "max", "gradients.found")()
 
