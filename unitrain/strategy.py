@@ -172,10 +172,9 @@ class Strategy:
             first: a module, an optimizer or a scheduler.
             more: others.
             initialise: what gives values to a model that was built under ``torch.device("meta")``. False leaves the
-                weights to a file of weights or a checkpoint; the model can't be called before. True calls
-                ``reset_parameters`` of each module: what constructors do to weights or buffers in another way is lost.
-                A function is called with each module after ``reset_parameters``, such as Hugging Face's
-                ``model._init_weights``.
+                weights, which are NaN, to a file of weights or a checkpoint. True calls ``reset_parameters`` of each
+                module: what constructors do to weights or buffers in another way is lost. A function is called with
+                each module after ``reset_parameters``, such as Hugging Face's ``model._init_weights``.
 
         Raises:
             UsageError: an argument is of another type, or was prepared before; or a parameter is not initialised.

@@ -156,34 +156,6 @@ class _Initialiser:
                 ) from error
 
 
-class WithoutWeights:
-    """Refuses calls of a model until some of its weights, given by name, are loaded: they have no values."""
-
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self._names = frozenset(names)
-        self._hooks = [
-            module.register_forward_pre_hook(self._refuse, prepend=True),
-            module.register_load_state_dict_post_hook(self._after_load),  # type: ignore[no-untyped-call]
-        ]
-
-    def _refuse(self, module: nn.Module, args: Any) -> None:
-        examples = ", ".join(sorted(self._names)[:3])
-        raise UsageError(
-            f"the model was built on the meta device, and {len(self._names)} of its weights ({examples}, ...) have no "
-            "values: load them before the model is called (a file of weights, or resume a checkpoint), or pass "
-            "initialise=True or a function to prepare()."
-        )
-
-    def _after_load(self, module: nn.Module, keys: Any) -> None:
-        if self._names.isdisjoint(keys.missing_keys):
-            self.end()
-
-    def end(self) -> None:
-        """Let the model be called."""
-        for hook in self._hooks:
-            hook.remove()
-
-
 def give_memory(module: nn.Module, device: torch.device, only: Collection[Tensor] | None = None) -> None:
     """Replace tensors of a module on the meta device by tensors in memory, without values. Tied ones stay tied.
 

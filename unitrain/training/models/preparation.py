@@ -22,7 +22,7 @@ from unitrain.rng import derived_seed, seed_rank
 from unitrain.training.models import batch_norm, in_sync, supported
 from unitrain.training.models.buffers import make_writable
 from unitrain.training.models.compile import compile_in_place
-from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
+from unitrain.training.models.materialising import Initialise, Values, give_memory
 from unitrain.training.models.passes import ModulePass
 from unitrain.training.models.precision import remove_hooks
 from unitrain.training.models.prepared import PreparedModules
@@ -127,8 +127,6 @@ class Preparation:
         wrapped = self.backend.wrap_model(module) if self.wraps else module
         if values is not None:
             values.fill(plain)
-            if values.unknown:
-                self.prepared.refuse_calls(plain, WithoutWeights(plain, values.unknown).end)
         self.prepared.add(wrapped, module, parameters)
         return wrapped
 
