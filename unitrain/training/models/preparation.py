@@ -154,7 +154,6 @@ class Preparation:
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer its new parameters, and rank 0's state and options. Collective on several ranks."""
-        supported.check_optimizer(optimizer, shards_parameters=self.communicator.sharding.of_parameters)
         self.prepared.update(optimizer)
         self.prepared.check([p for group in optimizer.param_groups for p in group["params"]])
         ranks = self.communicator

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import Adafactor, Optimizer
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from unitrain.errors import UsageError
@@ -99,25 +99,6 @@ def check_lookups(module: nn.Module) -> None:
                 f"{name or 'the model'} is an {type(layer).__name__} with max_norm, and each rank would change rows of "
                 "its own samples: set max_norm to None, and bound the norms after strategy.step, under torch.no_grad()."
             )
-
-
-def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
-    """Raise UsageError if an optimizer does not work with ``strategy.step``, or not with sharded parameters.
-
-    Args:
-        optimizer: the optimizer.
-        shards_parameters: whether the backend shards parameters.
-    """
-    if shards_parameters and isinstance(optimizer, Adafactor):
-        raise UsageError(
-            "torch's Adafactor does not support sharded parameters: its step fails on DTensors. Use backend ddp or "
-            "horovod, or another optimizer, such as AdamW or Muon."
-        )
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        raise UsageError(
-            "Checkpoints can't save a ZeroRedundancyOptimizer, since each rank has a part of its state: pass the "
-            "optimizer that it was made of. UniTrain can shard the state, too: see the page on methods of training."
-        )
 
 
 def explain(error: BaseException, optimizer: Optimizer) -> None:
