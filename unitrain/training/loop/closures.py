@@ -55,13 +55,6 @@ class Closures:
         hook = optimizer.register_step_pre_hook(pass_closure)
         try:
             return self._step.update(optimizer, scheduler)
-        except RuntimeError as error:
-            if "unevenly sharded" not in str(error):
-                raise
-            raise UsageError(
-                f"{type(optimizer).__name__} joins all gradients into a vector, which torch can't do if a parameter's "
-                "first dimension is no multiple of the number of ranks: use backend ddp or horovod."
-            ) from error
         finally:
             hook.remove()
             window.clear()
