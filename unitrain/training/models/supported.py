@@ -70,22 +70,15 @@ def _check_memory(module: nn.Module) -> None:
 
 
 def _overlap(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage have an element in common. Parts of a flat tensor have none."""
-    ends = []
-    for each in (tensor, other):
-        last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
-        ends.append((each.storage_offset() * each.itemsize, (each.storage_offset() + last + 1) * each.itemsize))
-    (start, end), (other_start, other_end) = ends
-    if end <= other_start or other_end <= start:
-        return False
-    if tensor.dtype != other.dtype:
-        return True
-    # Columns of one matrix lie between one another.
-    first = min(tensor.storage_offset(), other.storage_offset())
-    places = torch.arange(max(end, other_end) // tensor.itemsize - first)
-    marks = torch.zeros_like(places, dtype=torch.bool)
-    marks[places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first)] = True
-    return bool(marks[places.as_strided(other.shape, other.stride(), other.storage_offset() - first)].any())
+    """Return whether the bytes of two tensors of one storage overlap. Parts of a flat tensor do not."""
+    (start, end), (other_start, other_end) = map(_span, (tensor, other))
+    return start < other_end and other_start < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return where the bytes of a tensor begin and end in its storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.storage_offset() * tensor.itemsize, (tensor.storage_offset() + last + 1) * tensor.itemsize
 
 
 def check_lookups(module: nn.Module) -> None:
