@@ -170,11 +170,3 @@ def test_gpus_train_the_same_model(plain: Trained, devices: tuple[str, str], tmp
         pytest.skip("needs as many CUDA GPUs, and pytest -m gpu to see them")
     found = run_ranks(train_with, devices, str(tmp_path), {"device": "cuda:0"}, nprocs=1)[0]
     assert_same(found, plain, devices)
-
-
-@pytest.mark.gpu
-def test_autocast_is_on_for_the_layers_of_both_devices(tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and pytest -m gpu to see it")
-    settings = {"device": "cuda:0", "precision": "bf16"}
-    assert len(run_ranks(train_with, ("cuda:0", "cpu"), str(tmp_path), settings, nprocs=1)[0].norms) == 7
