@@ -31,14 +31,6 @@ _CAUSES = {
         "fsdp.reshard_after_backward to false. If a layer keeps tensors that the loss uses without returning them, "
         "keep the weights from the forward on: set fsdp.reshard_after_forward to false."
     ),
-    "with sparse tensors": (
-        "a layer has sparse gradients, which this communication library can't average: create the layer with "
-        "sparse=False."
-    ),
-    "donated buffers": (
-        "several losses with accumulate go backward one after the other, but torch.compile frees what they share: set "
-        "torch._functorch.config.donated_buffer = False before the model is compiled."
-    ),
 }
 
 
