@@ -192,17 +192,6 @@ class Partly(nn.Module):
         nn.init.ones_(self.weight[:2])
 
 
-class Copied(nn.Module):
-    """Copies another module's weight, which is not in memory with its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def reset_parameters(self) -> None:
-        self.second.weight.data.copy_(self.first.weight)
-
-
 def weight_normed() -> Any:
     return nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
 
@@ -215,7 +204,6 @@ REMEDY = r"Give the module a reset_parameters\(\) that sets it, or pass prepare\
     [
         (Direct, rf"prepare\(\) can't initialise 0\.gate of a Direct.*{REMEDY}"),
         (Partly, r"prepare\(\) can't initialise 0\.weight of a Partly"),
-        (Copied, r"can't initialise 0\.second: initialising the Copied at 0 needs more than the parameters of one"),
         (weight_normed, r"0\.parametrizations\.weight\.original0 of a ParametrizationList"),
     ],
 )

@@ -137,23 +137,12 @@ class _Initialiser:
             for length in range(len(parts), -1, -1):
                 around = ".".join(parts[:length])
                 seed_generators(derived_seed(self._seed, path, around))
-                self._initialise(around, path)
-
-    def _initialise(self, around: str, path: str) -> None:
-        """Let the module named ``around`` initialise the tensors in memory, those of the layer at ``path``."""
-        module = self._skeleton.get_submodule(around)
-        # Only the first that the module has: the other one would draw the same values again.
-        calls = [getattr(module, name) for name in _RESETS if hasattr(module, name)][:1]
-        if self._function is not None:
-            calls.append(lambda: self._function(module))
-        for call in calls:
-            try:
-                call()
-            except (RuntimeError, NotImplementedError) as error:
-                raise UsageError(
-                    f"prepare() can't initialise {path or 'the model'}: initialising the {type(module).__name__} at "
-                    f"{around or 'the top'} needs more than the parameters of one module ({error}). {_REMEDY}"
-                ) from error
+                module = self._skeleton.get_submodule(around)
+                # Only the first that the module has: the other one would draw the same values again.
+                for name in [name for name in _RESETS if hasattr(module, name)][:1]:
+                    getattr(module, name)()
+                if self._function is not None:
+                    self._function(module)
 
 
 def give_memory(module: nn.Module, device: torch.device, only: Collection[Tensor] | None = None) -> None:
