@@ -216,16 +216,11 @@ class Window:
         # DDP may have moved the gradient into one of its buckets.
         if parameter.grad is not None and (parameter.grad is not gradient or gradient._version == version):
             return
-        if self.last is None:
-            raise UsageError(
-                f"the gradients of {self.name} were changed or cleared after micro-batch {self.micro_batches} of an "
-                "accumulation window: remove zero_grad() from the loop, since step() clears the gradients at the end "
-                "of each window, and clip with the setting clip_norm."
-            )
         raise UsageError(
-            f"the gradients of {self.name} were changed between backward() and update(), when they are not averaged "
-            "over the ranks yet: clip with the setting clip_norm, and change gradients in a step pre-hook of the "
-            "optimizer (optimizer.register_step_pre_hook)."
+            f"the gradients of {self.name} were changed or cleared since the last backward, when they are not complete "
+            "yet: remove zero_grad() from the loop, since step() clears them at the end of each accumulation window, "
+            "clip with the setting clip_norm, and change gradients in a step pre-hook of the optimizer "
+            "(optimizer.register_step_pre_hook)."
         )
 
     def _check_order(self, micro_batch: MicroBatch) -> None:
