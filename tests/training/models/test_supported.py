@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Muon
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import unitrain
 from unitrain import UsageError
@@ -102,7 +102,6 @@ class CosineLRScheduler:
     [
         (ReduceLROnPlateau, r"scheduler.step\(metric\) after the evaluation"),
         (CosineLRScheduler, r"can't step a CosineLRScheduler.*scheduler.step_update\(strategy.global_step\)"),
-        (lambda optimizer: [StepLR(optimizer, 1)], "takes one scheduler, not list: chain several"),
     ],
 )
 @pytest.mark.parametrize("split", [False, True])

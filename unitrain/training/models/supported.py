@@ -6,7 +6,6 @@ Every check raises UsageError, on all ranks, before anything has changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
 
 from unitrain.errors import UsageError
 
@@ -24,12 +22,10 @@ def check_kind(candidate: object) -> None:
     """Raise UsageError if an object is neither a module nor an optimizer nor a scheduler."""
     if isinstance(candidate, (nn.Module, Optimizer)) or callable(getattr(candidate, "step", None)):
         return  # schedulers have no common base class: timm's, Hugging Face's
-    if isinstance(candidate, (DataLoader, Dataset)):
-        raise UsageError(
-            f"prepare() takes modules, optimizers and schedulers, not a {type(candidate).__name__}: pass that to "
-            "strategy.dataloader(...), which takes a dataset or a torch DataLoader."
-        )
-    raise UsageError(f"prepare() takes modules, optimizers and schedulers, not {type(candidate).__name__}.")
+    raise UsageError(
+        f"prepare() takes modules, optimizers and schedulers, not {type(candidate).__name__}: pass a dataset or a "
+        "DataLoader to strategy.dataloader(...)."
+    )
 
 
 def check_module(module: nn.Module) -> None:
@@ -113,24 +109,12 @@ def check_scheduler(scheduler: Any) -> None:
     """
     if type(scheduler) in _schedulers:
         return
-    if not callable(getattr(scheduler, "step", None)):
-        raise UsageError(
-            f"step() takes one scheduler, not {type(scheduler).__name__}: chain several with "
-            "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
-        )
-    if _needs_arguments(scheduler.step):
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
         raise UsageError(
             f"step() can't step a {type(scheduler).__name__}, which needs a metric or an epoch: leave it out, and call "
             "scheduler.step(metric) after the evaluation, with the same metric on all ranks; or, for timm's, "
             "scheduler.step_update(strategy.global_step) where strategy.step(...).stepped is True."
-        )
+        ) from None
     _schedulers.add(type(scheduler))
-
-
-def _needs_arguments(step: Callable[..., Any]) -> bool:
-    """Return whether a ``step`` can't be called without arguments."""
-    try:
-        inspect.signature(step).bind()
-    except TypeError:
-        return True
-    return False
