@@ -73,7 +73,7 @@ def test_gradients_that_are_changed_within_a_window_are_noticed(change: str) -> 
     model, optimizer = prepare_model(strategy)
     for step, (inputs, targets) in enumerate(strategy.dataloader(data(), global_batch_size=8)):
         if step == 1:
-            with pytest.raises(UsageError, match="since the last backward, .* remove zero_grad"):
+            with pytest.raises(UsageError, match=r"since the last backward, .* remove zero_grad"):
                 strategy.step(mse_loss(model(inputs), targets), optimizer)
             break
         strategy.step(mse_loss(model(inputs), targets), optimizer)
