@@ -249,7 +249,6 @@ class Strategy:
         loss: ScriptLosses,
         optimizer: Optimizer | None = None,
         *,
-        sync: bool | None = None,
         weight: ScriptWeights = None,
         batch: Any = None,
     ) -> None:
@@ -262,13 +261,11 @@ class Strategy:
             loss: as in ``step``.
             optimizer: the one of the parameters that get gradients. Required if there are several optimizers (in a
                 GAN). Default: all prepared optimizers.
-            sync: whether this backward ends the accumulation window and synchronises the gradients. Default: decided
-                by the loader, or by counting ``update`` calls.
             weight: as in ``step``. Losses of one micro-batch share the weight of the first.
             batch: as in ``step``.
         """
         given = weight if batch is None else OfBatch(batch, weight)
-        self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=given)
+        self._step.backward(loss, None if optimizer is None else [optimizer], weight=given)
         self._step.windows.remember_gradients()
 
     def update(

@@ -59,14 +59,6 @@ def test_an_epoch_broken_off_in_a_window_leaves_nothing_for_the_next(ready: Read
     assert_equal(model, expected)
 
 
-def test_a_loader_s_window_can_not_be_ended_early(ready: Ready) -> None:
-    strategy, model, optimizer = ready
-    for inputs, targets in strategy.dataloader(data(), global_batch_size=10):
-        with pytest.raises(UsageError, match="sync=True"):
-            strategy.backward(mse_loss(model(inputs), targets), optimizer, sync=True)
-        break
-
-
 @pytest.mark.parametrize("change", ["zero_grad", "set_to_zero", "clip"])
 def test_gradients_that_are_changed_within_a_window_are_noticed(change: str) -> None:
     strategy = strategy_of(accumulate=2)

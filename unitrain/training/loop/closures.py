@@ -84,7 +84,7 @@ class Closures:
         step.averaging.finish(window)
         gradients = step.guard.gradients(window.parameters)
         if window.total.weight is not None:
-            window.rescale(gradients, 1)
+            window.rescale(gradients)
         if not step.guard.clip(window.parameters, gradients, window.evidence.losses):
             policy = step.judge.nonfinite
             findings = policy.findings(window, averaged=step.averaging.in_step)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unitrain.data.order.sharding import MicroBatch
-from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.sharded_guard import guard_for
@@ -102,15 +100,13 @@ class TrainingStep:
 
     # ------------------------------------------------------------------------------- the order of a step, on one page
 
-    def _backward(self, loss: ScriptLosses, windows: list[Window], sync: bool | None, weight: GivenWeights) -> None:
+    def _backward(self, loss: ScriptLosses, windows: list[Window], weight: GivenWeights) -> None:
         """Run the first half of a step, for each micro-batch."""
         losses = Losses(loss, weight)
         if self._pulse.step >= self.checks.next_look:
             self.checks.before_backward(losses, None if losses.batches else self.batches.micro_batch)
         micro_batch = self.batches.of_backward(losses)
         last = windows[0].micro_batches + 1 >= self._accumulate if micro_batch is None else micro_batch.last
-        if sync is not None:
-            last = self._asked_to_end(sync, last, micro_batch)
         losses, total, share = self._weights.weigh(losses, micro_batch)  # weigh
         for window in windows:
             window.enter(micro_batch, total, last)
@@ -134,8 +130,8 @@ class TrainingStep:
         gradients = self.guard.gradients(window.parameters)
         if not gradients:
             self.checks.no_gradients(window.name)
-        if window.total.weight is not None or window.micro_batches != self._accumulate:
-            window.rescale(gradients, self._accumulate)
+        if window.total.weight is not None:
+            window.rescale(gradients)
         if self.scale.scaler is not None:
             self.scale.unscale(optimizer, gradients)  # unscale
         stepped, norm = self._judge_clip_and_step(optimizer, window, gradients)  # judge, clip, update
@@ -162,20 +158,15 @@ class TrainingStep:
             self.backward(loss, (optimizer,), weight=weight)
             return self.update(optimizer, scheduler)
         windows = self.windows.of((optimizer,))
-        self._backward(loss, windows, None, weight)
+        self._backward(loss, windows, weight)
         return self._update(windows[0], optimizer, scheduler)
 
     def backward(
-        self,
-        loss: ScriptLosses,
-        optimizers: Sequence[Optimizer] | None,
-        *,
-        sync: bool | None = None,
-        weight: GivenWeights = None,
+        self, loss: ScriptLosses, optimizers: Sequence[Optimizer] | None, *, weight: GivenWeights = None
     ) -> None:
         """Run the first half. See ``Strategy.backward``. None means all prepared optimizers."""
         with self.hooks.call("backward"):
-            self._backward(loss, self.windows.of(optimizers), sync, weight)
+            self._backward(loss, self.windows.of(optimizers), weight)
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """Run the second half, with the hooks of a call around it. See ``Strategy.update``."""
@@ -185,12 +176,6 @@ class TrainingStep:
             return self._update(self.windows.of_update(optimizer), optimizer, scheduler)
 
     # ----------------------------------------------------------------------------------------------------- its parts
-
-    def _asked_to_end(self, sync: bool, last: bool, micro_batch: MicroBatch | None) -> bool:
-        """Return whether this backward ends the window, as ``sync`` asks, and not as the loader or the number says."""
-        if sync and not last and micro_batch is not None:
-            raise UsageError("sync=True can't end the window of a loader early: it ends with its last micro-batch.")
-        return sync
 
     def _judge_clip_and_step(
         self, optimizer: Optimizer, window: Window, gradients: list[Tensor]

@@ -137,24 +137,18 @@ class Window:
         self.last = self.last or None  # the next micro-batch has had no backward yet
         return self.last is not None
 
-    def rescale(self, gradients: list[Tensor], accumulate: int) -> None:
+    def rescale(self, gradients: list[Tensor]) -> None:
         """Turn the sum of gradients into the gradients of the window's mean loss, if its shares were not known.
 
         Args:
             gradients: of the parameters, averaged over the ranks; changed in place.
-            accumulate: number of micro-batches that each backward took the window to have.
         """
-        if self.total.weight is not None:
-            factor = self.total.shares(1.0)
-            if factor.dim():
-                return  # the backward knew the total
-            for dtype in {gradient.dtype for gradient in gradients}:
-                for together in by_device(g for g in gradients if g.dtype == dtype):
-                    torch._foreach_mul_(together, factor.to(together[0].device, dtype))
-        elif self.micro_batch is None and self.micro_batches != accumulate:
-            # A window ended early by sync=True: each backward was scaled by 1 / accumulate.
-            for together in by_device(gradients):
-                torch._foreach_mul_(together, accumulate / self.micro_batches)
+        factor = self.total.shares(1.0)
+        if factor.dim():
+            return  # the backward knew the total
+        for dtype in {gradient.dtype for gradient in gradients}:
+            for together in by_device(g for g in gradients if g.dtype == dtype):
+                torch._foreach_mul_(together, factor.to(together[0].device, dtype))
 
     @torch.no_grad()
     def set_aside(self, number: int) -> None:
