@@ -73,8 +73,9 @@ def _overlap(tensor: Tensor, other: Tensor) -> bool:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return where the bytes of a tensor begin and end in its storage."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() * tensor.itemsize, (tensor.storage_offset() + last + 1) * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize
 
 
 def check_lookups(module: nn.Module) -> None:
