@@ -81,7 +81,7 @@ class LocalSGD(Feature, Replicas):
             wire_dtype=HALF_DTYPES.get(config.compression),
         )
         # All ranks have the same averages, and so agree on whether they are finite.
-        self._guard = GuardedStep(communicator.device, None, None)
+        self._guard = GuardedStep(communicator.device, None)
         sockets.averaging = Averaging(unit=communicator.world_size)
         sockets.replicas = self
         sockets.parts.append(partial(LocalStates.of, communicator, self))
