@@ -89,7 +89,6 @@ class Strategy:
         self._precision = Precision(config.precision, self.device, self._communicator if shards else None)
         self.shares: tuple[int, ...] = reduced(config.shares or (1,) * self.world_size)
         self._prepared = PreparedModules(self.shares)
-        pass_boundary = self._job.stopping.pass_boundary
         self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config, self._job.stopping)
         self._hooks = sockets.hooks
         sockets.passes.append(self._precision)
@@ -97,11 +96,11 @@ class Strategy:
         # Without its scale, a resumed run would begin with steps that overflow.
         if self._precision.scaler is not None:
             sockets.states.add("scaler", self._precision.scaler)
-        self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
+        self._step = TrainingStep(sockets, self._precision.scaler)
         self._closures = Closures(sockets, self._step)
         self.batch_group: BatchGroup = sockets.batch_group
         self._gathering = Gathering(sockets.readers)
-        self._loop = TrainingLoop(self._step, sockets.readers, self._prepared, pass_boundary, shards=shards)
+        self._loop = TrainingLoop(self._step, sockets)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))

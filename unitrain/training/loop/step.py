@@ -47,7 +47,6 @@ class TrainingStep:
     Args:
         sockets: the parts of a run, and what features have plugged in.
         scaler: scales losses under fp16.
-        pass_boundary: called after a complete step; raises if the run is to be stopped.
 
     A step is made by the script's thread, on all ranks in the same order: whatever is collective in it waits for them.
 
@@ -64,11 +63,10 @@ class TrainingStep:
         window_end_actions: what ``at_window_end`` was passed, and has not been called yet.
     """
 
-    def __init__(
-        self, sockets: Sockets, scaler: torch.amp.GradScaler | None, pass_boundary: Callable[[], None]
-    ) -> None:
+    def __init__(self, sockets: Sockets, scaler: torch.amp.GradScaler | None) -> None:
         ranks, backend, config = sockets.communicator, sockets.backend, sockets.config
-        self._pulse, self._accumulate, self._pass_boundary = ranks.collectives.pulse, config.accumulate, pass_boundary
+        self._pulse, self._accumulate = ranks.collectives.pulse, config.accumulate
+        self._pass_boundary = sockets.stopping.pass_boundary  # raises if the run is to be stopped
         self.window_end_actions: list[Callable[[], None]] = []
         self.hooks: Hooks = sockets.hooks
         self.batches: OpenBatches = sockets.batches
@@ -91,7 +89,6 @@ class TrainingStep:
             self._weights.total,
             averaged=averaged,
             moves_gradients=self.averaging.unit > 1,
-            all_gradients=config.debug,
             complete=self.averaging.complete,
             take=ScriptGradients(sockets).take,
         )
