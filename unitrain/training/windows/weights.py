@@ -28,6 +28,8 @@ ScriptLosses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """The losses that a script passes."""
 ScriptWeights = Weight | Sequence[Weight] | Mapping[str, Weight] | None
 """Their weights."""
+Weighed = float | Sequence[float]
+"""The weights of a backward: one, or one for each loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Losses:
     __slots__ = ("batches", "each", "weights")
 
     def __init__(self, loss: Any, weight: Any = None) -> None:
-        self.weights: list[Weight] = []
+        self.weights: list[float] = []
         self.batches: Sequence[Any] = ()
         if weight is None and isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
             self.each: list[Tensor] = [loss]  # the usual case, without a call
@@ -74,7 +76,7 @@ class Losses:
             return
         losses, weights, names = loss, weight, []
         if isinstance(weight, Tensor):
-            weights = weight.reshape(-1).unbind()
+            weights = weight.reshape(-1).tolist()
         elif weight is not None and not isinstance(weight, (Sequence, Mapping)):
             weights = [weight]
         if isinstance(loss, Tensor):
@@ -93,7 +95,9 @@ class Losses:
         # and notice the difference in its result.
         rest = [0.0] * (-len(losses) % _SAME_LENGTH) + [1.0 + crc32(repr([names, len(losses)]).encode())]
         self.each = [checked(loss) for loss in losses]
-        self.weights = [*weights, *(rest if len(losses) > 1 else ())]
+        # A GPU is waited for, rather than have it decide for each gradient whether the weight is 0.
+        numbers = [each.item() if isinstance(each, Tensor) else each for each in weights]
+        self.weights = [*numbers, *(rest if len(losses) > 1 else ())]
 
     def of_stand_in(self) -> Losses:
         """Return the same losses with weight 0."""
@@ -158,7 +162,7 @@ class Weights:
         # Without a loader, all batches are taken to have one size, so each has the same weight.
         self._uncounted = unit / (communicator.world_size * accumulate)
 
-    def weigh(self, losses: Losses, micro_batch: MicroBatch | None) -> tuple[Losses, Weight | None, float]:
+    def weigh(self, losses: Losses, micro_batch: MicroBatch | None) -> tuple[Losses, Weighed | None, float]:
         """Weigh the losses of a micro-batch. Not collective.
 
         Args:
@@ -166,8 +170,8 @@ class Weights:
             micro_batch: None without a loader.
 
         Returns:
-            The losses, with weight 0 if the micro-batch has no samples; the weight that the script gives, several as a
-            vector, or None; and, without weights, the share of this rank's loss in the mean of its window.
+            The losses, with weight 0 if the micro-batch has no samples; the weight or weights that the script gives, or
+            None; and, without weights, the share of this rank's loss in the mean of its window.
         """
         if not losses.weights:
             share = self._uncounted if micro_batch is None else micro_batch.count * self._of_sample / micro_batch.window
@@ -175,11 +179,7 @@ class Weights:
         if micro_batch is not None and not micro_batch.count:
             losses = losses.of_stand_in()
         weights = losses.weights
-        return losses, self.vector(weights) if len(weights) > 1 else weights[0], 1.0
-
-    def vector(self, weights: Sequence[Weight]) -> Tensor:
-        """Return several weights as a vector."""
-        return torch.stack([self.as_tensor(weight) for weight in weights])
+        return losses, weights if len(weights) > 1 else weights[0], 1.0
 
     def total(self, name: str) -> Total:
         """Return the sum of the weights of a window, which is empty yet.
@@ -193,11 +193,10 @@ class Weights:
         """Return the number of backwards in so many micro-batches, on all ranks, divided by ``unit``."""
         return self._communicator.world_size * micro_batches / self._unit
 
-    def as_tensor(self, weight: Weight) -> Tensor:
-        """Return a weight as a new tensor on the device, without synchronising with a GPU if it is a float."""
-        if isinstance(weight, Tensor):
-            # A copy, since the ranks sum it in place.
-            return weight.detach().to(self._device, torch.float64, copy=True)
+    def as_tensor(self, weight: Weighed) -> Tensor:
+        """Return a weight, or several as a vector, as a new tensor on the device, without synchronising with a GPU."""
+        if isinstance(weight, Sequence):
+            return torch.stack([self.as_tensor(each) for each in weight])
         return torch.full((), weight, dtype=torch.float64, device=self._device)
 
 
@@ -211,7 +210,9 @@ class Total:
 
     __slots__ = ("_as_tensor", "_communicator", "_name", "_unit", "_wait", "kept", "weight")
 
-    def __init__(self, communicator: Communicator, as_tensor: Callable[[Weight], Tensor], unit: int, name: str) -> None:
+    def __init__(
+        self, communicator: Communicator, as_tensor: Callable[[Weighed], Tensor], unit: int, name: str
+    ) -> None:
         self._communicator, self._as_tensor, self._unit, self._name = communicator, as_tensor, unit, name
         self.kept: dict[int, dict[Parameter, Tensor]] = {}  # each loss takes the memory of all gradients
         self.clear()
@@ -222,13 +223,13 @@ class Total:
         self._wait: Callable[[], None] | None = None
         self.kept.clear()
 
-    def add(self, weight: Weight, *, last: bool) -> None:
-        """Add a weight. The last one of a window begins the sum over the ranks."""
+    def add(self, weight: Weighed, *, last: bool) -> None:
+        """Add a weight, or several. The last one of a window begins the sum over the ranks."""
         self.weight = self._as_tensor(weight) if self.weight is None else self.weight + self._as_tensor(weight)
         if last:
             self._sum()
 
-    def shares(self, weight: Weight) -> Tensor:
+    def shares(self, weight: float | Tensor) -> Tensor:
         """Return a weight times ``unit``, divided by the total over all ranks, for which it waits. Collective.
 
         Args:
@@ -265,7 +266,7 @@ class LossScale:
         """Whether infinite gradients may only mean that the scale was too large."""
         return self.scaler is not None and self.scaler.get_scale() > 1.0
 
-    def start(self, loss: Tensor, weight: Weight) -> Tensor:
+    def start(self, loss: Tensor, weight: float) -> Tensor:
         """Return the gradient that a backward starts from, with the dtype and device of the loss.
 
         Args:
@@ -273,16 +274,12 @@ class LossScale:
             weight: of the loss in the mean of its window. Tensors of the usual weights are cached, since making one
                 takes as long as many operations of a small model.
         """
-        if isinstance(weight, Tensor):
-            start = weight.detach().to(loss.device, loss.dtype).reshape(())
-        else:
-            key = (weight, loss.dtype, loss.device)
-            cached = self._starts.get(key)
-            if cached is None:
-                if len(self._starts) >= _MOST_CACHED:  # batches of ever other sizes have ever other weights
-                    self._starts.clear()
-                cached = self._starts[key] = torch.full_like(loss, weight, requires_grad=False)
-            start = cached
+        key = (weight, loss.dtype, loss.device)
+        start = self._starts.get(key)
+        if start is None:
+            if len(self._starts) >= _MOST_CACHED:  # batches of ever other sizes have ever other weights
+                self._starts.clear()
+            start = self._starts[key] = torch.full_like(loss, weight, requires_grad=False)
         return start if self.scaler is None else self.scaler.scale(start)
 
     def unscale(self, optimizer: Optimizer, gradients: list[Tensor]) -> None:
