@@ -110,7 +110,9 @@ class Preparation:
         plain = self.prepared.unwrap(module)
         parameters = dict(plain.named_parameters())  # which optimizers have; moving or sharding may replace them
         values = self._values(plain, initialise)
-        self._place(module)
+        self.backend.place(module)
+        if self.communicator.is_main and len(devices := devices_of(module)) > 1:
+            print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, devices))}.")
         for change in in_order(self.passes):
             change.apply(module)
         if self.communicator.world_size > 1:
@@ -139,18 +141,6 @@ class Preparation:
             only = set(module.buffers()) if self.communicator.sharding.of_parameters else None
             give_memory(module, self.backend.device, only)
         return values
-
-    def _place(self, module: nn.Module) -> None:
-        """Place a module, and say so where a script may have meant another place."""
-        old = devices_of(module)
-        self.backend.place(module)
-        new = devices_of(module)
-        if not self.communicator.is_main:
-            return
-        if len(new) > 1:
-            print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, new))}.")
-        elif old != new and old[0].type not in ("cpu", "meta"):
-            print_stderr(f"unitrain: {type(module).__name__} is moved from {old[0]} to {new[0]}, this run's device.")
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer its new parameters, and rank 0's state and options. Collective on several ranks."""
