@@ -151,13 +151,17 @@ class Weights:
         readers: number of ranks that have different samples.
         accumulate: number of micro-batches in a window without a loader.
         unit: the divisor of gradients in the ``Averaging``.
+
+    Attributes:
+        communicator: as the argument.
+        unit: as the argument.
     """
 
     def __init__(self, communicator: Communicator, readers: int, accumulate: int, unit: int) -> None:
-        self._communicator = communicator
+        self.communicator: Communicator = communicator
         self._device = precise(communicator.device)  # that has float64, in which numbers of tokens add up exactly
         self._accumulate = accumulate
-        self._unit = unit
+        self.unit: int = unit
         self._of_sample = unit * readers / communicator.world_size  # several ranks may have a part of it
         # Without a loader, all batches are taken to have one size, so each has the same weight.
         self._uncounted = unit / (communicator.world_size * accumulate)
@@ -187,11 +191,11 @@ class Weights:
         Args:
             name: of the window, the same on all ranks.
         """
-        return Total(self._communicator, self.as_tensor, self._unit, f"weight of {name}")
+        return Total(self, f"weight of {name}")
 
     def backwards(self, micro_batches: int) -> float:
         """Return the number of backwards in so many micro-batches, on all ranks, divided by ``unit``."""
-        return self._communicator.world_size * micro_batches / self._unit
+        return self.communicator.world_size * micro_batches / self.unit
 
     def as_tensor(self, weight: Weighed) -> Tensor:
         """Return a weight, or several as a vector, as a new tensor on the device, without synchronising with a GPU."""
@@ -208,12 +212,10 @@ class Total:
         kept: by the number of a loss, gradients that wait for the total, and are not in ``grad``.
     """
 
-    __slots__ = ("_as_tensor", "_communicator", "_name", "_unit", "_wait", "kept", "weight")
+    __slots__ = ("_name", "_wait", "_weights", "kept", "weight")
 
-    def __init__(
-        self, communicator: Communicator, as_tensor: Callable[[Weighed], Tensor], unit: int, name: str
-    ) -> None:
-        self._communicator, self._as_tensor, self._unit, self._name = communicator, as_tensor, unit, name
+    def __init__(self, weights: Weights, name: str) -> None:
+        self._weights, self._name = weights, name
         self.kept: dict[int, dict[Parameter, Tensor]] = {}  # each loss takes the memory of all gradients
         self.clear()
 
@@ -225,7 +227,8 @@ class Total:
 
     def add(self, weight: Weighed, *, last: bool) -> None:
         """Add a weight, or several. The last one of a window begins the sum over the ranks."""
-        self.weight = self._as_tensor(weight) if self.weight is None else self.weight + self._as_tensor(weight)
+        added = self._weights.as_tensor(weight)
+        self.weight = added if self.weight is None else self.weight + added
         if last:
             self._sum()
 
@@ -240,13 +243,13 @@ class Total:
         if self._wait is not None:
             self._wait()
             self._wait = lambda: None  # and not None, so that the sum is not started again
-        share = weight * self._unit / self.weight
+        share = weight * self._weights.unit / self.weight
         return torch.where(torch.isfinite(share), share, 0.0)  # all weights are 0: so are the gradients
 
     def _sum(self) -> None:
         """Start the sum over the ranks, once. It overlaps the backward."""
-        if self._communicator.world_size > 1 and self.weight is not None and self._wait is None:
-            self._wait = self._communicator.collectives.all_reduce_async(self.weight, "sum", self._name)
+        if self._weights.communicator.world_size > 1 and self.weight is not None and self._wait is None:
+            self._wait = self._weights.communicator.collectives.all_reduce_async(self.weight, "sum", self._name)
 
 
 class LossScale:
