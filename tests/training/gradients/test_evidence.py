@@ -52,7 +52,7 @@ def test_a_loss_that_is_not_finite_shows_in_the_gradient(loss: float) -> None:
     [weight] = weights(3)
     kept = Evidence()
     kept.watch([weight])
-    kept.add_loss(torch.tensor(loss), averaged=True)
+    kept.add_loss(torch.tensor(loss))
     (2 * weight).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert weight.grad.tolist() == pytest.approx([2.0 if math.isfinite(loss) else math.nan] * 3, nan_ok=True)

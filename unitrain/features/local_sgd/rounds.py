@@ -122,7 +122,7 @@ class LocalSGD(Feature, Replicas):
     def not_finite(self, window: Window) -> bool:
         """Let the end of the round tell: the other ranks don't know of it before."""
         if self._first_failure is None:
-            self._first_failure = self._nonfinite.findings(window, averaged=False)
+            self._first_failure = self._nonfinite.findings(window)
         return True
 
     def end_step(self) -> bool:

@@ -70,19 +70,18 @@ class Evidence:
         """Record a non-finite loss."""
         self.loss_is_finite = self.is_empty = False
 
-    def add_loss(self, loss: Tensor, *, averaged: bool) -> None:
+    def add_loss(self, loss: Tensor) -> None:
         """Record a loss that the host does not know yet.
 
-        If gradients are ``averaged``, the device makes those NaN that are kept in the next backward unless the loss
+        If parameters are watched, the device makes the gradient NaN that is kept in the next backward unless the loss
         is finite, so that the averaged gradients show it to all ranks.
 
         Args:
             loss: a scalar on the device, detached.
-            averaged: whether gradients are averaged over the ranks in every step.
         """
         self.losses.append(loss)
         self.is_empty = False
-        if averaged:
+        if self._hook:
             self._factor = torch.where(loss.isfinite(), 1.0, math.nan)
 
     @contextmanager
@@ -106,8 +105,11 @@ class Evidence:
         return self.loss_is_finite and all(bool(loss.isfinite()) for loss in self.losses)
 
     def gradients_are_finite(self) -> bool:
-        """Return whether all gradients that were kept are finite. The host waits for the device."""
-        return all(map(is_finite, self._gradients))
+        """Return whether all gradients that were kept are finite. The host waits for the device.
+
+        False if no parameter is watched, as where none are averaged: what is not finite is this rank's then.
+        """
+        return bool(self._hook) and all(map(is_finite, self._gradients))
 
     def close(self) -> None:
         """Remove the hook."""

@@ -43,14 +43,12 @@ class Backward:
         weights: weighs several losses.
         scale: makes the gradient that a backward starts from.
         device: of the losses. On the CPU, reading one costs nothing.
-        averaged: whether gradients are averaged over the ranks in every step.
     """
 
-    def __init__(self, weights: Weights, scale: LossScale, device: torch.device, *, averaged: bool) -> None:
+    def __init__(self, weights: Weights, scale: LossScale, device: torch.device) -> None:
         self._weights = weights
         self._scale = scale
         self._on_host = device.type == "cpu"
-        self._averaged = averaged
         self._searched: set[str] = set()  # windows: a graph of theirs was, for reentrant checkpointing
 
     def run(self, losses: Losses, share: float, windows: list[Window], last: bool, of_all: bool) -> None:
@@ -127,7 +125,7 @@ class Backward:
                 backward(loss, start, keep_graph, inputs=inputs)
         elif not self._on_host:
             for window in windows:
-                window.evidence.add_loss(loss.detach(), averaged=self._averaged)
+                window.evidence.add_loss(loss.detach())
             backward(loss, start, keep_graph, inputs=inputs)
         else:
             # The gradient alone may not show it: if all labels are ignored, the loss is NaN and its gradient 0.

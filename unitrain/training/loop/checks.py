@@ -143,6 +143,7 @@ class ScriptChecks(StepHook):
 
     Attributes:
         direct: refuses steps that are not made by the strategy; None in one process.
+        schedulers: looks at schedulers that are about to step.
         next_look: the first step for which ``before_backward`` is to be called. Most steps need no look.
     """
 
@@ -150,7 +151,7 @@ class ScriptChecks(StepHook):
         self._communicator = communicator
         self._pulse = communicator.collectives.pulse
         self._losses = LossCheck(accumulate, communicator.world_size, warns=communicator.is_main)
-        self._schedulers = SchedulerCheck(pending=communicator.is_main)
+        self.schedulers: SchedulerCheck = SchedulerCheck(pending=communicator.is_main)
         self.direct: DirectStepCheck | None = DirectStepCheck(is_prepared) if communicator.world_size > 1 else None
         self.next_look: int = 0
 
@@ -182,11 +183,6 @@ class ScriptChecks(StepHook):
             "If the model's parameters are others since prepare() (by a deep copy, a new layer, or load_state_dict "
             "with assign=True), prepare the new ones, with an optimizer of theirs."
         )
-
-    def before_scheduler(self, scheduler: Any) -> None:
-        """Look at a scheduler that is about to step."""
-        if self._schedulers.pending:
-            self._schedulers.look(scheduler)
 
     def close(self) -> None:
         """Remove the checks, and refuse further backwards."""

@@ -87,7 +87,7 @@ class Closures:
             window.rescale(gradients)
         if not step.guard.clip(window.parameters, gradients, window.evidence.losses):
             policy = step.judge.nonfinite
-            findings = policy.findings(window, averaged=step.averaging.in_step)
+            findings = policy.findings(window)
             message = policy.message(findings, window.parameters, "in an evaluation of the closure within a step")
             raise NonFiniteError(f"{message} The optimizer has moved the weights since: continue from a checkpoint.")
         return loss

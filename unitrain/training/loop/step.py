@@ -74,11 +74,10 @@ class TrainingStep:
         self.replicas: Replicas = sockets.replicas
         self.checks: ScriptChecks = ScriptChecks(ranks, config.accumulate, sockets.prepared.has)
         self.scale: LossScale = LossScale(scaler)
-        averaged = self.averaging.in_step
         self._weights = Weights(ranks, sockets.readers.world_size, config.accumulate, self.averaging.unit)
-        self._differentiate = Backward(self._weights, self.scale, ranks.device, averaged=averaged).run
+        self._differentiate = Backward(self._weights, self.scale, ranks.device).run
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
-        self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
+        self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale)
         self.guard: GuardedStep = guard_for(ranks, config.clip_norm, self.judge.forbids)
         self.check_verdicts()
         self.windows: Windows = Windows(
@@ -87,7 +86,7 @@ class TrainingStep:
             sockets.prepared,
             self.hooks,
             self._weights.total,
-            averaged=averaged,
+            averaged=self.averaging.in_step,
             moves_gradients=self.averaging.unit > 1,
             complete=self.averaging.complete,
             take=ScriptGradients(sockets).take,
@@ -230,7 +229,8 @@ class TrainingStep:
 
     def step_scheduler(self, scheduler: Any) -> None:
         """Step a scheduler after its optimizer."""
-        self.checks.before_scheduler(scheduler)
+        if self.checks.schedulers.pending:
+            self.checks.schedulers.look(scheduler)
         scheduler.step()
 
     def _end_step(self) -> None:
