@@ -51,7 +51,7 @@ from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
 from unitrain.training.trial import Trial, Trials
-from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights, Weight
+from unitrain.training.windows.weights import ScriptLosses, ScriptWeights, Weight
 
 T = TypeVar("T")
 FeatureType = TypeVar("FeatureType", bound=Feature)
@@ -226,14 +226,13 @@ class Strategy:
         """
         if scheduler is not None:
             check_scheduler(scheduler)
-        given = weight if batch is None else OfBatch(batch, weight)
         if isinstance(optimizer, Optimizer):
-            return self._step.step(loss, optimizer, scheduler, given)
+            return self._step.step(loss, optimizer, scheduler, weight, batch)
         if not isinstance(optimizer, Sequence) or not optimizer:
             raise UsageError(
                 f"step() takes a torch optimizer, or a non-empty list of them, not {type(optimizer).__name__}."
             )
-        self._step.backward(loss, optimizer, weight=given)
+        self._step.backward(loss, optimizer, weight, batch)
         results = [self._step.update(each) for each in optimizer]
         # The scheduler steps with its optimizer: the others may have skipped the step, or not.
         scheduled = getattr(scheduler, "optimizer", None)
@@ -263,8 +262,7 @@ class Strategy:
             weight: as in ``step``. Losses of one micro-batch share the weight of the first.
             batch: as in ``step``.
         """
-        given = weight if batch is None else OfBatch(batch, weight)
-        self._step.backward(loss, None if optimizer is None else [optimizer], weight=given)
+        self._step.backward(loss, None if optimizer is None else [optimizer], weight, batch)
         self._step.windows.remember_gradients()
 
     def update(

@@ -21,7 +21,7 @@ from unitrain.training.loop.judge import Judge, NonFinitePolicy
 from unitrain.training.loop.script_gradients import ScriptGradients
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.supported import check_scheduler, explain
-from unitrain.training.windows.weights import GivenWeights, Losses, LossScale, ScriptLosses, Weights
+from unitrain.training.windows.weights import Losses, LossScale, ScriptLosses, ScriptWeights, Weights
 from unitrain.training.windows.window import Window
 from unitrain.training.windows.windows import Windows
 
@@ -96,9 +96,9 @@ class TrainingStep:
 
     # ------------------------------------------------------------------------------- the order of a step, on one page
 
-    def _backward(self, loss: ScriptLosses, windows: list[Window], weight: GivenWeights) -> None:
+    def _backward(self, loss: ScriptLosses, windows: list[Window], weight: ScriptWeights, batch: Any) -> None:
         """Run the first half of a step, for each micro-batch."""
-        losses = Losses(loss, weight)
+        losses = Losses(loss, weight, batch)
         if self._pulse.step >= self.checks.next_look:
             self.checks.before_backward(losses, None if losses.batches else self.batches.micro_batch)
         micro_batch = self.batches.of_backward(losses)
@@ -142,7 +142,9 @@ class TrainingStep:
 
     # --------------------------------------------------------------------------------------------------- its callers
 
-    def step(self, loss: ScriptLosses, optimizer: Optimizer, scheduler: Any, weight: GivenWeights) -> StepResult:
+    def step(
+        self, loss: ScriptLosses, optimizer: Optimizer, scheduler: Any, weight: ScriptWeights, batch: Any
+    ) -> StepResult:
         """Run both halves for one optimizer. See ``Strategy.step``.
 
         Raises:
@@ -151,18 +153,18 @@ class TrainingStep:
             Stopped: the run ends at this step.
         """
         if self.hooks.before_call:
-            self.backward(loss, (optimizer,), weight=weight)
+            self.backward(loss, (optimizer,), weight, batch)
             return self.update(optimizer, scheduler)
         windows = self.windows.of((optimizer,))
-        self._backward(loss, windows, weight)
+        self._backward(loss, windows, weight, batch)
         return self._update(windows[0], optimizer, scheduler)
 
     def backward(
-        self, loss: ScriptLosses, optimizers: Sequence[Optimizer] | None, *, weight: GivenWeights = None
+        self, loss: ScriptLosses, optimizers: Sequence[Optimizer] | None, weight: ScriptWeights, batch: Any
     ) -> None:
         """Run the first half. See ``Strategy.backward``. None means all prepared optimizers."""
         with self.hooks.call("backward"):
-            self._backward(loss, self.windows.of(optimizers), weight)
+            self._backward(loss, self.windows.of(optimizers), weight, batch)
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """Run the second half, with the hooks of a call around it. See ``Strategy.update``."""

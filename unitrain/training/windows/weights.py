@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -23,6 +22,7 @@ from unitrain.device import precise
 from unitrain.errors import UsageError
 
 _MOST_CACHED = 64
+_SAME_LENGTH = 8  # losses, up to which the ranks sum tensors of one length even if they have other numbers of losses
 Weight = float | int | Tensor
 ScriptLosses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """The losses that a script passes."""
@@ -32,24 +32,13 @@ Weighed = float | Sequence[float]
 """The weights of a backward: one, or one for each loss."""
 
 
-@dataclass(frozen=True, slots=True)
-class OfBatch:
-    """The batch that a loss is of, or a list or dict of one for each loss, and the weight that the script gives."""
-
-    batch: Any
-    weight: ScriptWeights
-
-
-GivenWeights = ScriptWeights | OfBatch
-_SAME_LENGTH = 8  # losses, up to which the ranks sum tensors of one length even if they have other numbers of losses
-
-
 class Losses:
     """The losses of one backward, each a mean over something else. Named ones are sorted, as ranks may differ in that.
 
     Args:
         loss: a tensor, or a list or dict of tensors, as the script passes it.
-        weight: None, or a weight for each loss, in a container of the same kind, perhaps with their batches.
+        weight: None, or a weight for each loss, in a container of the same kind.
+        batch: None, the batch that the losses are of, or one for each, in a container of the same kind.
 
     Attributes:
         each: the losses.
@@ -63,14 +52,12 @@ class Losses:
 
     __slots__ = ("batches", "each", "weights")
 
-    def __init__(self, loss: Any, weight: Any = None) -> None:
+    def __init__(self, loss: Any, weight: Any = None, batch: Any = None) -> None:
         self.weights: list[float] = []
-        self.batches: Sequence[Any] = ()
+        self.batches: Sequence[Any] = () if batch is None else _batch_of_each(loss, batch)
         if weight is None and isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
             self.each: list[Tensor] = [loss]  # the usual case, without a call
             return
-        if isinstance(weight, OfBatch):
-            self.batches, weight = _batch_of_each(loss, weight.batch), weight.weight
         if weight is None and (isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping))):
             self.each = [checked(loss)]
             return
