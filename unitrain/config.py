@@ -82,9 +82,7 @@ class StrategyConfig(Section):
     """
 
     # Launcher, backend, world size and timeouts may change.
-    fixed_in_run: ClassVar[tuple[str, ...]] = (
-        "seed", "precision", "clip_norm", "clip_value", "compression",
-    )  # fmt: skip
+    fixed_in_run: ClassVar[tuple[str, ...]] = ("seed", "precision", "clip_norm", "compression")
 
     backend: Annotated[str, Field(min_length=1, json_schema_extra={"allowed": "auto or a backend's name"})] = "auto"
     """Backend: single, data_parallel, ddp, fsdp, horovod or a plug-in; auto chooses by launcher and GPUs."""
@@ -115,14 +113,12 @@ class StrategyConfig(Section):
     """Each rank's share of the samples, on unequal devices; null: equal shares."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip gradients to this total 2-norm; null: no clipping."""
-    clip_value: Annotated[float, Field(gt=0)] | None = None
-    """Clip every element of the gradients to plus or minus this; null: no clipping."""
     on_nonfinite: Literal["stop", "skip", "raise"] = "stop"
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compress gradients: half the bytes (fp16, bf16) or far fewer (powersgd, ddp only); lossy."""
     debug: bool = False
-    """Compare the ranks' calls before each collective, and keep local gradients to find which rank's is not finite."""
+    """Compare the ranks' calls before each collective, to find those that differ."""
     timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 600.0
     """Timeout of a collective in seconds; after it the job ends with an error."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 30.0

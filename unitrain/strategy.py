@@ -51,7 +51,7 @@ from unitrain.training.models.precision import Precision, check_precision
 from unitrain.training.models.prepared import Average, PreparedModules
 from unitrain.training.models.supported import check_scheduler
 from unitrain.training.trial import Trial, Trials
-from unitrain.training.windows.weights import OfBatch, ScriptLosses, ScriptWeights, Weight
+from unitrain.training.windows.weights import ScriptLosses, ScriptWeights, Weight
 
 T = TypeVar("T")
 FeatureType = TypeVar("FeatureType", bound=Feature)
@@ -85,7 +85,6 @@ class Strategy:
         shards = self._communicator.sharding.of_parameters
         self._precision = Precision(config.precision, self.device, self._communicator if shards else None)
         self._prepared = PreparedModules(reduced(config.shares or (1,) * self.world_size))
-        pass_boundary = self._job.stopping.pass_boundary
         self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config, self._job.stopping)
         self._hooks = sockets.hooks
         sockets.passes.append(self._precision)
@@ -93,11 +92,11 @@ class Strategy:
         # Without its scale, a resumed run would begin with steps that overflow.
         if self._precision.scaler is not None:
             sockets.states.add("scaler", self._precision.scaler)
-        self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
+        self._step = TrainingStep(sockets, self._precision.scaler)
         self._closures = Closures(sockets, self._step)
         self.batch_group: BatchGroup = sockets.batch_group
         self._gathering = Gathering(sockets.readers)
-        self._loop = TrainingLoop(self._step, sockets.readers, self._prepared, pass_boundary, shards=shards)
+        self._loop = TrainingLoop(self._step, sockets)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
             self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
@@ -168,10 +167,9 @@ class Strategy:
             first: a module, an optimizer or a scheduler.
             more: others.
             initialise: what gives values to a model that was built under ``torch.device("meta")``. False leaves the
-                weights to a file of weights or a checkpoint; the model can't be called before. True calls
-                ``reset_parameters`` of each module: what constructors do to weights or buffers in another way is lost.
-                A function is called with each module after ``reset_parameters``, such as Hugging Face's
-                ``model._init_weights``.
+                weights, which are NaN, to a file of weights or a checkpoint. True calls ``reset_parameters`` of each
+                module: what constructors do to weights or buffers in another way is lost. A function is called with
+                each module after ``reset_parameters``, such as Hugging Face's ``model._init_weights``.
 
         Raises:
             UsageError: an argument is of another type, or was prepared before; or a parameter is not initialised.
@@ -224,14 +222,13 @@ class Strategy:
         """
         if scheduler is not None:
             check_scheduler(scheduler)
-        given = weight if batch is None else OfBatch(batch, weight)
         if isinstance(optimizer, Optimizer):
-            return self._step.step(loss, optimizer, scheduler, given)
+            return self._step.step(loss, optimizer, scheduler, weight, batch)
         if not isinstance(optimizer, Sequence) or not optimizer:
             raise UsageError(
                 f"step() takes a torch optimizer, or a non-empty list of them, not {type(optimizer).__name__}."
             )
-        self._step.backward(loss, optimizer, weight=given)
+        self._step.backward(loss, optimizer, weight, batch)
         results = [self._step.update(each) for each in optimizer]
         # The scheduler steps with its optimizer: the others may have skipped the step, or not.
         scheduled = getattr(scheduler, "optimizer", None)
@@ -246,7 +243,6 @@ class Strategy:
         loss: ScriptLosses,
         optimizer: Optimizer | None = None,
         *,
-        sync: bool | None = None,
         weight: ScriptWeights = None,
         batch: Any = None,
     ) -> None:
@@ -259,13 +255,10 @@ class Strategy:
             loss: as in ``step``.
             optimizer: the one of the parameters that get gradients. Required if there are several optimizers (in a
                 GAN). Default: all prepared optimizers.
-            sync: whether this backward ends the accumulation window and synchronises the gradients. Default: decided
-                by the loader, or by counting ``update`` calls.
             weight: as in ``step``. Losses of one micro-batch share the weight of the first.
             batch: as in ``step``.
         """
-        given = weight if batch is None else OfBatch(batch, weight)
-        self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=given)
+        self._step.backward(loss, None if optimizer is None else [optimizer], weight, batch)
         self._step.windows.remember_gradients()
 
     def update(

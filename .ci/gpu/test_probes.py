@@ -142,7 +142,6 @@ def test_two_replicas_on_one_gpu_have_the_gradient_of_the_whole_batch(rows: int)
         ("AdamW, fused", {}, 0),
         ("AdamW, fused", {"clip_norm": 1.0}, 0),
         ("AdamW, fused", {"precision": "bf16"}, 0),
-        ("AdamW, fused", {"clip_value": 1.0}, 1),
         ("AdamW", {}, 1),
         ("SGD without momentum", {}, 1),
     ],

@@ -328,7 +328,7 @@ def test_saves_and_copies_wait_for_the_end_of_a_round(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"call checkpoint\.remove\('model'\) within the round"):
             checkpoint.add(model=model)
         with pytest.raises(UsageError, match="within an accumulation window"), checkpoint.round():
-            strategy.backward(model(INPUTS).sum(), sync=False)
+            strategy.backward(model(INPUTS).sum())
 
 
 class Alone:

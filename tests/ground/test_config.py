@@ -33,7 +33,6 @@ def test_every_setting_and_section_has_a_description() -> None:
         ("clip_norm", True),
         ("clip_norm", float("nan")),
         ("clip_norm", "inf"),
-        ("clip_value", float("inf")),
         ("compression", None),
         ("timeout_s", 0),
         ("pin_memory", 2),
@@ -71,7 +70,7 @@ def test_a_string_may_hold_a_comma_and_the_word_null() -> None:
 
 
 def test_accepts_what_only_looks_like_a_conflict() -> None:
-    StrategyConfig.model_validate({"clip_norm": 1, "clip_value": 1})
+    StrategyConfig.model_validate({"clip_norm": 1})
     StrategyConfig.model_validate({"precision": "bf16", "compression": "bf16"})
 
 

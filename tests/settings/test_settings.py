@@ -471,7 +471,7 @@ VALUES: dict[str, Any] = {
     "backend": "null", "device": "cuda:3", "precision": "bf16", "sync_batchnorm": True, "compile": True, "debug": True,
     "activation_checkpointing": ("Block", "null"), "broadcast_buffers": False, "exact_randomness": False,
     "deterministic": True, "accumulate": 3, "on_spike": "skip", "shares": (2, 1), "seed": 2**32 - 1,
-    "clip_norm": 1e-300, "clip_value": None, "on_nonfinite": "skip", "shard_optimizer": True, "compression": "bf16",
+    "clip_norm": 1e-300, "on_nonfinite": "skip", "shard_optimizer": True, "compression": "bf16",
     "timeout_s": 1e6, "heartbeat_timeout_s": 0.1, "pin_memory": False, "ranks_per_batch": 1,
     "ddp": {
         "communication": "gloo", "find_unused_parameters": True, "bucket_cap_mb": 1.5, "powersgd_rank": 2,

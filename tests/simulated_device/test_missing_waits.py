@@ -64,7 +64,7 @@ def guarded(*missing: str) -> list[bool]:
         without(GuardedStep, "_step_flagged", line)
     weight = torch.nn.Parameter(torch.ones(3, device=pick_device("sim", Launch("python"))))
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
-    guard = GuardedStep(weight.device, None, None)
+    guard = GuardedStep(weight.device, None)
     stepped = []
     for scale in (1.0, math.inf, 1.0):
         weight.grad = torch.ones_like(weight) * scale

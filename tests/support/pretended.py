@@ -71,8 +71,8 @@ class PretendedRank:
         self.communicator.model = model = nn.Identity()  # in training mode: ranks without samples get stand-ins
         prepared.add(model, model)
         self.sockets = Sockets(self.communicator, backend, prepared, config, stopping)
-        self.step = TrainingStep(self.sockets, None, stopping.pass_boundary)
-        self.loop = TrainingLoop(self.step, self.communicator, prepared, stopping.pass_boundary, shards=False)
+        self.step = TrainingStep(self.sockets, None)
+        self.loop = TrainingLoop(self.step, self.sockets)
 
     def dataloader(self, dataset: Any, **settings: Any) -> Loader:
         return Loader(self.communicator, self.loop, self.config, self.world_size, dataset, **settings)

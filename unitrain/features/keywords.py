@@ -30,7 +30,6 @@ class StrategySettings(TypedDict, total=False):
     ranks_per_batch: int
     shares: tuple[int, ...] | None
     clip_norm: float | None
-    clip_value: float | None
     on_nonfinite: Literal["stop", "skip", "raise"]
     on_spike: Literal["ignore", "warn", "skip", "rewind", "stop"]
     compression: Literal["none", "fp16", "bf16", "powersgd"]

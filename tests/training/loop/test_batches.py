@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import unitrain
 from unitrain import Strategy, UsageError
 from unitrain.testing.models import step_by_hand
-from unitrain.training.windows.weights import Losses, OfBatch
+from unitrain.training.windows.weights import Losses
 
 SAMPLES, GLOBAL_BATCH = 11, 4  # 4, 4 and 3: the last batch weighs differently on each rank
 EPOCHS = 2
@@ -187,17 +187,6 @@ def test_a_batch_that_is_left_out_later_is_not_taken_for_one_taken_ahead() -> No
                 break
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_a_batch_that_is_left_out_first_is_noticed_at_the_end(epochs: int) -> None:
-    noticed = pytest.warns(UserWarning, match="a batch more than step")
-    with noticed, started("single") as run:
-        loader = run.loader(2, samples=8)
-        for _ in range(epochs):
-            for number, batch in enumerate(loader):
-                if number:
-                    run.step(run.loss(batch))
-
-
 def test_a_run_can_be_stopped_again_after_the_last_batch_of_an_epoch_was_taken_ahead() -> None:
     with started("single") as run:
         batches = endless(run.loader(4))
@@ -359,9 +348,9 @@ def test_losses_of_a_stand_in_and_of_another_batch_need_their_batches(how: str, 
     loss = torch.ones((), requires_grad=True)
     pairs = zipping(first, second)
     for _ in range(2):
-        rank.loop._batches.of_backward(Losses([loss, loss], OfBatch(next(pairs), [1, 2])))
+        rank.loop._batches.of_backward(Losses([loss, loss], [1, 2], next(pairs)))
     batches = next(pairs)
-    losses = Losses([loss, loss], [1, 2]) if how == "weights" else Losses(loss, OfBatch(batches, None))
+    losses = Losses([loss, loss], [1, 2]) if how == "weights" else Losses(loss, batch=batches)
     with pytest.raises(UsageError, match="it is not clear which one the loss is of: 0 of 1 samples"):
         rank.loop._batches.of_backward(losses)
 

@@ -59,21 +59,13 @@ def test_an_epoch_broken_off_in_a_window_leaves_nothing_for_the_next(ready: Read
     assert_equal(model, expected)
 
 
-def test_a_loader_s_window_can_not_be_ended_early(ready: Ready) -> None:
-    strategy, model, optimizer = ready
-    for inputs, targets in strategy.dataloader(data(), global_batch_size=10):
-        with pytest.raises(UsageError, match="sync=True"):
-            strategy.backward(mse_loss(model(inputs), targets), optimizer, sync=True)
-        break
-
-
 @pytest.mark.parametrize("change", ["zero_grad", "set_to_zero", "clip"])
 def test_gradients_that_are_changed_within_a_window_are_noticed(change: str) -> None:
     strategy = strategy_of(accumulate=2)
     model, optimizer = prepare_model(strategy)
     for step, (inputs, targets) in enumerate(strategy.dataloader(data(), global_batch_size=8)):
         if step == 1:
-            with pytest.raises(UsageError, match="after micro-batch 1 of an accumulation window: remove zero_grad"):
+            with pytest.raises(UsageError, match=r"since the last backward, .* remove zero_grad"):
                 strategy.step(mse_loss(model(inputs), targets), optimizer)
             break
         strategy.step(mse_loss(model(inputs), targets), optimizer)
@@ -99,7 +91,7 @@ def test_clipping_between_backward_and_update_is_noticed_on_every_rank(backend: 
         model, optimizer = strategy.prepare(model := nn.Linear(4, 2), sgd(model))
         strategy.backward(model(torch.ones(2, 4)).sum(), optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(UsageError, match=r"changed between backward\(\) and update\(\)"):
+        with pytest.raises(UsageError, match="changed or cleared since the last backward"):
             strategy.update(optimizer)
 
 

@@ -192,17 +192,6 @@ class Partly(nn.Module):
         nn.init.ones_(self.weight[:2])
 
 
-class Copied(nn.Module):
-    """Copies another module's weight, which is not in memory with its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def reset_parameters(self) -> None:
-        self.second.weight.data.copy_(self.first.weight)
-
-
 def weight_normed() -> Any:
     return nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
 
@@ -215,7 +204,6 @@ REMEDY = r"Give the module a reset_parameters\(\) that sets it, or pass prepare\
     [
         (Direct, rf"prepare\(\) can't initialise 0\.gate of a Direct.*{REMEDY}"),
         (Partly, r"prepare\(\) can't initialise 0\.weight of a Partly"),
-        (Copied, r"can't initialise 0\.second: initialising the Copied at 0 needs more than the parameters of one"),
         (weight_normed, r"0\.parametrizations\.weight\.original0 of a ParametrizationList"),
     ],
 )
@@ -235,7 +223,7 @@ class Lost(nn.Module):
         self.register_buffer("table", torch.ones(2), persistent=False)
 
 
-def test_a_model_on_the_meta_device_is_called_when_all_its_weights_are_loaded(tmp_path: Path) -> None:
+def test_weights_of_a_model_on_the_meta_device_are_nan_until_they_are_loaded(tmp_path: Path) -> None:
     with unitrain.init(backend="single", device="cpu") as strategy:
         expected = nn.LSTM(3, 4)
         checkpoint = strategy.checkpoint(tmp_path, background=False, model=strategy.prepare(expected))
@@ -248,15 +236,14 @@ def test_a_model_on_the_meta_device_is_called_when_all_its_weights_are_loaded(tm
         state = expected.state_dict()
         last = state.popitem()
         other.load_state_dict(state, strict=False)
-        with pytest.raises(UsageError, match="4 of its weights"):
-            other(torch.ones(1, 1, 3))
+        assert other(torch.ones(1, 1, 3))[0].isnan().all(), "what was not loaded shows up"
         other.load_state_dict({**state, last[0]: last[1]})
         for model in (one, other):
             assert torch.equal(model(torch.ones(1, 1, 3))[0], expected(torch.ones(1, 1, 3))[0])
 
 
 @on_ranks()
-def test_a_model_is_not_called_without_values() -> None:
+def test_a_model_without_values_is_refused_or_nan() -> None:
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         with torch.device("meta"):
             lost, model = Lost(), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -267,6 +254,3 @@ def test_a_model_is_not_called_without_values() -> None:
             strategy.prepare(lost, initialise=True)
         model = strategy.prepare(model)
         assert all(strategy.full_tensor(p.detach()).isnan().all() for p in model.parameters())
-        said = r"4 of its weights \(0\.bias, 0\.weight, 1\.bias, \.\.\.\) have no values: load them .* resume a check"
-        with pytest.raises(UsageError, match=said):
-            model(torch.ones(1, 2))

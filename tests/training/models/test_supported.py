@@ -12,8 +12,8 @@ from plain_loop import data, model_of, sgd, strategy_of, weights
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim import Adafactor, Muon
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim import Muon
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import unitrain
 from unitrain import UsageError
@@ -51,8 +51,8 @@ def test_tensors_in_the_memory_of_a_trained_weight_are_refused(
 
 
 def test_parameters_may_share_memory_without_an_element_in_common() -> None:
-    flat, matrix = torch.ones(8), torch.ones(2, 6)
-    parts = [flat[:4], flat[4:], matrix[:, :3], matrix[:, 3:]]
+    flat = torch.ones(8)
+    parts = [flat[:4], flat[4:]]
     tied = nn.Linear(4, 4)
     strategy_of().prepare(nn.ParameterList([*(nn.Parameter(part) for part in parts), tied.weight, tied.weight]))
 
@@ -60,30 +60,22 @@ def test_parameters_may_share_memory_without_an_element_in_common() -> None:
 @on_ranks()
 def test_what_torch_has_sharded_is_refused() -> None:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
         sharded = nn.Linear(2, 2)
         fully_shard(sharded)
-        model = strategy.prepare(nn.Linear(2, 2))
-        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         with pytest.raises(UsageError, match=r"the model is sharded already.* pass it as it was built"):
             strategy.prepare(sharded)
-        with pytest.raises(UsageError, match="pass the optimizer that it was made of"):
-            strategy.prepare(zero)
 
 
 @on_ranks()
-def test_adafactor_is_refused_under_fsdp_and_muon_trains_as_in_one_process() -> None:
+def test_muon_trains_sharded_parameters_as_in_one_process() -> None:
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         torch.manual_seed(0)
         made = [nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)]
         made[1].load_state_dict(made[0].state_dict())
         by_hand = Muon(made[1].parameters(), lr=0.01)
         model = strategy.prepare(made[0])
-        said = r"Adafactor does not support sharded parameters.* Use backend ddp or horovod, or another optimizer"
-        with pytest.raises(UsageError, match=said):
-            strategy.prepare(Adafactor(model.parameters()))
         optimizer = strategy.prepare(Muon(model.parameters(), lr=0.01))
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
         for _ in range(3):
@@ -110,7 +102,6 @@ class CosineLRScheduler:
     [
         (ReduceLROnPlateau, r"scheduler.step\(metric\) after the evaluation"),
         (CosineLRScheduler, r"can't step a CosineLRScheduler.*scheduler.step_update\(strategy.global_step\)"),
-        (lambda optimizer: [StepLR(optimizer, 1)], "takes one scheduler, not list: chain several"),
     ],
 )
 @pytest.mark.parametrize("split", [False, True])

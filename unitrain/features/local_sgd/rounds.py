@@ -81,7 +81,7 @@ class LocalSGD(Feature, Replicas):
             wire_dtype=HALF_DTYPES.get(config.compression),
         )
         # All ranks have the same averages, and so agree on whether they are finite.
-        self._guard = GuardedStep(communicator.device, None, None)
+        self._guard = GuardedStep(communicator.device, None)
         sockets.averaging = Averaging(unit=communicator.world_size)
         sockets.replicas = self
         sockets.parts.append(partial(LocalStates.of, communicator, self))
@@ -122,7 +122,7 @@ class LocalSGD(Feature, Replicas):
     def not_finite(self, window: Window) -> bool:
         """Let the end of the round tell: the other ranks don't know of it before."""
         if self._first_failure is None:
-            self._first_failure = self._nonfinite.findings(window, averaged=False)
+            self._first_failure = self._nonfinite.findings(window)
         return True
 
     def end_step(self) -> bool:

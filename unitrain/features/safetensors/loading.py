@@ -100,7 +100,6 @@ def _load(communicator: Communicator, prepared: PreparedModules, module: nn.Modu
     sources = map(files.whole, targets) if files is not None else iter(())
     release = files.release if files is not None else lambda: None
     broadcast_tensors(communicator, list(targets.values()), sources, sent=release)
-    prepared.allow_calls(plain)
 
 
 def _seen(location: str, names: list[str], digests: list[str]) -> WeightFiles | None:

@@ -63,7 +63,6 @@ CASES = (
     Case("plain"),
     Case("accumulate", {"accumulate": 3}),
     Case("clip_norm", {"clip_norm": 0.05}),
-    Case("clip_value", {"clip_value": 0.01}),
     Case("token_weights", {"accumulate": 2}, weighted=True),
     Case("stand_in", AS_ONE_DEVICE, samples=41, batch_norm=bool(AS_ONE_DEVICE)),
     Case("unequal_shares", AS_ONE_DEVICE, batch_norm=bool(AS_ONE_DEVICE), unequal_shares=True),

@@ -45,8 +45,6 @@ def train(case: Case, device: torch.device = _CPU) -> Trace:
         scaler.scale(overflow(case, step, rows, loss)).backward()  # type: ignore[no-untyped-call]
         # As the strategy: clipping and the recorded gradients are of the unscaled ones.
         scaler.unscale_(optimizer)
-        if "clip_value" in case.settings:
-            torch.nn.utils.clip_grad_value_(model.parameters(), case.settings["clip_value"])
         if "clip_norm" in case.settings:
             trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.settings["clip_norm"])))
         scale = scaler.get_scale()

@@ -24,10 +24,9 @@ class Evidence:
     One gradient is usually enough: backward goes through a network from its end, and a non-finite value makes all
     later gradients non-finite. So the gradient of the first parameter is kept, or of the first small one, since
     keeping it costs a copy. A non-finite gradient on another path (through a hook, or in a layer without
-    trained layers before it) needs ``all_gradients``.
+    trained layers before it) is not among them.
 
     Args:
-        all_gradients: keep the gradients of all watched parameters.
         leaf: returns the leaf of the graph for a parameter.
 
     Attributes:
@@ -36,31 +35,28 @@ class Evidence:
         losses: the losses on a GPU, where reading them would wait for it.
     """
 
-    def __init__(self, *, all_gradients: bool, leaf: Callable[[Parameter], Tensor] = lambda p: p) -> None:
+    def __init__(self, leaf: Callable[[Parameter], Tensor] = lambda p: p) -> None:
         self.leaf: Callable[[Parameter], Tensor] = leaf
         self.is_empty: bool = True
         self.loss_is_finite: bool = True
         self.losses: list[Tensor] = []
-        self._all_gradients = all_gradients
-        self._hooks: list[Any] = []
+        self._hook: Any = None
         # Those of the script's own autograd.grad arrive here, too, and no step may follow that would drop them.
-        self._gradients: deque[Tensor] = deque(maxlen=None if all_gradients else _MOST_KEPT)
+        self._gradients: deque[Tensor] = deque(maxlen=_MOST_KEPT)
         self._keeps = True
         self._factor: Tensor | None = None  # 1 or NaN, on the device: the host does not know which
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Keep the gradients of these trained parameters from now on, and no others.
+        """Keep the gradients of one of these trained parameters from now on, and no others.
 
         Args:
             parameters: in the order of the optimizer, which is usually the order of the forward.
         """
         self.close()
-        if not self._all_gradients:
-            # The first parameter gets the last gradient of the backward, which every other one has passed through.
-            small = (p for p in parameters if p.numel() <= _SMALL)
-            first = next(small, min(parameters, key=Parameter.numel, default=None))
-            parameters = [] if first is None else [first]
-        self._hooks = [self.leaf(p).register_hook(self._keep) for p in parameters]  # type: ignore[no-untyped-call]
+        # The first parameter gets the last gradient of the backward, which every other one has passed through.
+        small = (p for p in parameters if p.numel() <= _SMALL)
+        first = next(small, min(parameters, key=Parameter.numel, default=None))
+        self._hook = first is not None and self.leaf(first).register_hook(self._keep)  # type: ignore[no-untyped-call]
 
     def _keep(self, gradient: Tensor) -> Tensor | None:
         """Keep a gradient, before it is accumulated. Return another one in its place if it is to show the loss."""
@@ -74,19 +70,18 @@ class Evidence:
         """Record a non-finite loss."""
         self.loss_is_finite = self.is_empty = False
 
-    def add_loss(self, loss: Tensor, *, averaged: bool) -> None:
+    def add_loss(self, loss: Tensor) -> None:
         """Record a loss that the host does not know yet.
 
-        If gradients are ``averaged``, the device makes those NaN that are kept in the next backward unless the loss
+        If parameters are watched, the device makes the gradient NaN that is kept in the next backward unless the loss
         is finite, so that the averaged gradients show it to all ranks.
 
         Args:
             loss: a scalar on the device, detached.
-            averaged: whether gradients are averaged over the ranks in every step.
         """
         self.losses.append(loss)
         self.is_empty = False
-        if averaged:
+        if self._hook:
             self._factor = torch.where(loss.isfinite(), 1.0, math.nan)
 
     @contextmanager
@@ -110,13 +105,16 @@ class Evidence:
         return self.loss_is_finite and all(bool(loss.isfinite()) for loss in self.losses)
 
     def gradients_are_finite(self) -> bool:
-        """Return whether all gradients that were kept are finite. The host waits for the device."""
-        return all(map(is_finite, self._gradients))
+        """Return whether all gradients that were kept are finite. The host waits for the device.
+
+        False if no parameter is watched, as where none are averaged: what is not finite is this rank's then.
+        """
+        return bool(self._hook) and all(map(is_finite, self._gradients))
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        """Remove the hook."""
+        if self._hook:
+            self._hook.remove()
 
 
 def is_finite(gradient: Tensor) -> bool:

@@ -17,37 +17,33 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from unitrain.device import by_device, streams_of
-from unitrain.errors import UsageError
+from unitrain.device import streams_of
 from unitrain.training.hooks import StepHook
 
 
 class GuardedStep(StepHook):
     """Clips gradients and steps an optimizer. Changes neither weights nor state if one is non-finite.
 
-    Elements are clamped to ``clip_value`` before the norm is computed.
-
     Args:
         device: the device of the flag and the norm, usually of all gradients.
         clip_norm: the total 2-norm that gradients are scaled to if theirs is larger; None for no limit.
-        clip_value: the largest absolute value of an element; None for no limit.
         forbids: given the norm of finite gradients before clipping, returns whether the step must not be made. It is
             asked only after ``measure``, and must return the same on all ranks.
 
     Attributes:
-        all_plain: whether torch's kernel may be given all gradients at once: they are dense, and on ``device``.
+        all_plain: whether torch's kernel may be given all gradients at once: they are dense, on ``device``, and of
+            dtypes that it supports (on a GPU, not bfloat16).
     """
 
     def __init__(
         self,
         device: torch.device,
         clip_norm: float | None,
-        clip_value: float | None,
-        forbids: Callable[[float], bool] | None = None,
+        forbids: Callable[[float], bool] = lambda norm: False,
     ) -> None:
         self._forbids = forbids
         self._asks = False  # whether steps may be forbidden
-        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._clip_norm = clip_norm
         self._streams = streams_of(device)
         on_host = self._streams is None
         # The flag, in the form of GradScaler's found_inf: 1 if a gradient is non-finite. Made once, as is its scale of
@@ -57,17 +53,14 @@ class GuardedStep(StepHook):
         self._read_flag = self._flag.numpy().item if device.type == "cpu" else self._flag.item  # numpy's is faster
         self._unit_scale = torch.ones((), dtype=torch.float32, device=device)
         self.all_plain: bool = True
-        self._refused: set[torch.dtype] = set()
         self.measure(for_verdicts=False)
 
     def measure(self, *, for_verdicts: bool) -> None:
         """Ask ``forbids`` from now on, or not. If so, the host waits for the norm of the gradients in every step."""
         self._asks = for_verdicts
         self._takes_norm = self._clip_norm is not None or for_verdicts
-        # Clamping makes infinite gradients finite, so they must be checked before it.
-        self._may_flag = self._streams is not None and self._clip_value is None and not for_verdicts
-        self._norm_tells = self._takes_norm and self._clip_value is None
-        self._only_checks = not self._takes_norm and self._clip_value is None
+        self._may_flag = self._streams is not None and not for_verdicts
+        self._only_checks = not self._takes_norm
 
     def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
         """Find out whether all parameters are on ``device``."""
@@ -112,45 +105,28 @@ class GuardedStep(StepHook):
                 if not self._read_flag():
                     optimizer.step()
                     return True, None
-        norm = self._norm(parameters, gradients) if self._norm_tells else None
+        norm = self._norm(parameters, gradients) if self._takes_norm else None
         # If the norm is finite, all gradients are; if it is not, it may have overflowed.
         known = norm is not None and math.isfinite(_added(norm, losses).item())
         if not known and not self._are_finite(gradients, losses):
             return False, None
-        if self._asks and self._forbids is not None and gradients:
-            whole = self._norm(parameters, gradients) if norm is None else norm
-            if self._forbids(whole.item()):
-                return False, whole
-        norm = self._clip(parameters, gradients, norm)
+        if self._asks and norm is not None and gradients and self._forbids(norm.item()):
+            return False, norm
+        self._clip(parameters, gradients, norm)
         optimizer.step()
         return True, norm
 
     def clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor] = ()) -> bool:
         """Clip gradients as ``step`` does, without the optimizer's. Return whether they, and ``losses``, are finite."""
         finite = self._are_finite(gradients, losses)
-        if finite:
-            self._clip(parameters, gradients, None)
+        if finite and self._clip_norm is not None:
+            self._clip(parameters, gradients, self._norm(parameters, gradients))
         return finite
 
-    def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> Tensor | None:
-        """Clip finite gradients in place, by value and then by norm.
-
-        Args:
-            parameters: of the optimizer.
-            gradients: of these parameters.
-            norm: of the gradients; None if it is not known, or is to be computed after clipping by value.
-
-        Returns:
-            The norm before it is clipped; None if it is not computed.
-        """
-        if self._clip_value is not None and gradients:
-            for same in [gradients] if self.all_plain else by_device(gradients):
-                _clamp(same, self._clip_value)
-        if self._takes_norm and norm is None:
-            norm = self._norm(parameters, gradients)
+    def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> None:
+        """Clip finite gradients in place, given their norm, if that is computed."""
         if self._clip_norm is not None and norm is not None:
             self._scale(parameters, gradients, self._clip_norm, norm)
-        return norm
 
     def _norm(self, parameters: Iterable[Parameter], gradients: list[Tensor]) -> Tensor:
         """Return the 2-norm of all gradients together, on ``device``."""
@@ -183,22 +159,11 @@ class GuardedStep(StepHook):
         for numbers in map(plain_numbers, gradients):
             if numbers.numel():
                 by_kind[numbers.device, numbers.dtype].append(numbers)
-        for (device, dtype), same in by_kind.items():
-            self._check_plain(same, device, dtype)
-
-    def _check_plain(self, same: list[Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        """Check tensors of one device and dtype, which torch's kernel may not support: on a GPU, bfloat16."""
-        if device == self._flag.device and dtype not in self._refused:
-            try:
-                torch._amp_foreach_non_finite_check_and_unscale_(same, self._flag, self._unit_scale)
-            except NotImplementedError:
-                self._refused.add(dtype)
-            else:
-                return
-        # The largest absolute value of a tensor is non-finite if any element is: inf and NaN propagate.
-        largest = torch.stack(torch._foreach_norm(same, math.inf))
-        is_bad = largest.isfinite().all().logical_not().to(self._flag.device)
-        torch.logical_or(self._flag, is_bad, out=self._flag)
+        for same in by_kind.values():
+            # The largest absolute value of a tensor is non-finite if any element is: inf and NaN propagate.
+            largest = torch.stack(torch._foreach_norm(same, math.inf))
+            is_bad = largest.isfinite().all().logical_not().to(self._flag.device)
+            torch.logical_or(self._flag, is_bad, out=self._flag)
 
     def _step_flagged(
         self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor]
@@ -213,9 +178,9 @@ class GuardedStep(StepHook):
         # Copied before the step is queued, so that the host waits for the check alone, while the step's kernels run.
         self._flag_on_host.copy_(self._flag, non_blocking=True)
         copied = self._streams and self._streams.current_stream(self._flag.device).record_event()
-        if self._clip_norm is not None and norm is not None:
+        if norm is not None:
             # Clipping by a norm of NaN would make every gradient NaN, and hide which was the first.
-            self._scale(parameters, gradients, self._clip_norm, torch.where(self._flag > 0, 0.0, norm))
+            self._clip(parameters, gradients, torch.where(self._flag > 0, 0.0, norm))
         states = len(optimizer.state)
         optimizer.found_inf = self._flag  # type: ignore[attr-defined]
         try:
@@ -247,14 +212,3 @@ def plain_numbers(gradient: Tensor) -> Tensor:
 def _added(norm: Tensor, losses: Sequence[Tensor]) -> Tensor:
     """Return the sum of a norm and losses, which may be on another device."""
     return sum((loss.to(norm.device) for loss in losses), norm)
-
-
-def _clamp(gradients: list[Tensor], limit: float) -> None:
-    """Clamp every element to plus or minus ``limit``, in place."""
-    try:
-        torch._foreach_clamp_max_(gradients, limit)
-        torch._foreach_clamp_min_(gradients, -limit)
-    except NotImplementedError as error:
-        raise UsageError(
-            "clip_value supports neither sparse nor complex gradients: use clip_norm, or embeddings with sparse=False."
-        ) from error

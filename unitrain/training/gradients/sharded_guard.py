@@ -69,16 +69,11 @@ class ShardedGuardedStep(GuardedStep):
         self._collectives.all_reduce_async(self._flag, "max", "gradients.found")()
 
 
-def guard_for(
-    communicator: Communicator,
-    clip_norm: float | None,
-    clip_value: float | None,
-    forbids: Callable[[float], bool],
-) -> GuardedStep:
+def guard_for(communicator: Communicator, clip_norm: float | None, forbids: Callable[[float], bool]) -> GuardedStep:
     """Make the guard of a run, with the arguments of ``GuardedStep``."""
     if communicator.sharding.of_parameters:
-        return ShardedGuardedStep(communicator, clip_norm, clip_value, forbids)
-    return GuardedStep(communicator.device, clip_norm, clip_value, forbids)
+        return ShardedGuardedStep(communicator, clip_norm, forbids)
+    return GuardedStep(communicator.device, clip_norm, forbids)
 
 
 class ShardedScaler(torch.amp.GradScaler):

@@ -16,7 +16,7 @@ from torch.autograd import backward
 
 from unitrain.errors import UsageError
 from unitrain.training.loop.parts import run_parts
-from unitrain.training.windows.weights import Losses, LossScale, Weight, Weights
+from unitrain.training.windows.weights import Losses, LossScale, Weights
 from unitrain.training.windows.window import Window
 
 # By a part of torch's error, which says what autograd lacks, but not which line of the script is wrong.
@@ -31,14 +31,6 @@ _CAUSES = {
         "fsdp.reshard_after_backward to false. If a layer keeps tensors that the loss uses without returning them, "
         "keep the weights from the forward on: set fsdp.reshard_after_forward to false."
     ),
-    "with sparse tensors": (
-        "a layer has sparse gradients, which this communication library can't average: create the layer with "
-        "sparse=False."
-    ),
-    "donated buffers": (
-        "several losses with accumulate go backward one after the other, but torch.compile frees what they share: set "
-        "torch._functorch.config.donated_buffer = False before the model is compiled."
-    ),
 }
 
 
@@ -51,14 +43,12 @@ class Backward:
         weights: weighs several losses.
         scale: makes the gradient that a backward starts from.
         device: of the losses. On the CPU, reading one costs nothing.
-        averaged: whether gradients are averaged over the ranks in every step.
     """
 
-    def __init__(self, weights: Weights, scale: LossScale, device: torch.device, *, averaged: bool) -> None:
+    def __init__(self, weights: Weights, scale: LossScale, device: torch.device) -> None:
         self._weights = weights
         self._scale = scale
         self._on_host = device.type == "cpu"
-        self._averaged = averaged
         self._searched: set[str] = set()  # windows: a graph of theirs was, for reentrant checkpointing
 
     def run(self, losses: Losses, share: float, windows: list[Window], last: bool, of_all: bool) -> None:
@@ -114,7 +104,7 @@ class Backward:
         inputs: Sequence[Tensor] | None,
         loss: Tensor,
         start: Tensor | None,
-        weight: Weight,
+        weight: float,
         keep_graph: bool = False,
     ) -> None:
         """Run the backward of one loss, such that its gradients show whether it is finite.
@@ -127,12 +117,6 @@ class Backward:
             weight: of the loss; with 0, it has no effect, even if it is NaN.
             keep_graph: whether another backward goes through the same graph.
         """
-        if isinstance(weight, Tensor):
-            if not weight.is_cpu:  # the host does not wait to read it, so the device decides about zeros
-                with _replaced(windows, partial(_zero_unless_weighted, weight=weight)):
-                    self._run_unread(windows, inputs, loss, start, keep_graph)
-                return
-            weight = weight.item()
         if weight and self._on_host and math.isfinite(loss.item()):  # the usual case
             backward(loss, start, keep_graph, inputs=inputs)
         elif not weight:
@@ -140,27 +124,15 @@ class Backward:
             with _replaced(windows, torch.zeros_like):
                 backward(loss, start, keep_graph, inputs=inputs)
         elif not self._on_host:
-            self._run_unread(windows, inputs, loss, start, keep_graph)
+            for window in windows:
+                window.evidence.add_loss(loss.detach())
+            backward(loss, start, keep_graph, inputs=inputs)
         else:
             # The gradient alone may not show it: if all labels are ignored, the loss is NaN and its gradient 0.
             for window in windows:
                 window.evidence.refuse_loss()
             with _replaced(windows, partial(torch.full_like, fill_value=math.nan)):
                 backward(loss, start, keep_graph, inputs=inputs)
-
-    def _run_unread(
-        self,
-        windows: Sequence[Window],
-        inputs: Sequence[Tensor] | None,
-        loss: Tensor,
-        start: Tensor | None,
-        keep_graph: bool,
-    ) -> None:
-        """Run the backward of a loss on a GPU, which the host does not wait for."""
-        weighed = loss.detach() if start is None else torch.where(start == 0, 0.0, loss.detach())
-        for window in windows:
-            window.evidence.add_loss(weighed, averaged=self._averaged)
-        backward(loss, start, keep_graph, inputs=inputs)
 
 
 @contextmanager
@@ -176,11 +148,6 @@ def _replaced(windows: Sequence[Window], make: Callable[[Tensor], Tensor]) -> It
                 if p.requires_grad:
                     stack.enter_context(window.evidence.leaf(p).register_hook(make))  # type: ignore[no-untyped-call]
         yield
-
-
-def _zero_unless_weighted(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return zeros if the weight is 0: a product with it would keep NaN."""
-    return torch.where(weight.to(gradient.device) == 0, torch.zeros_like(gradient), gradient)
 
 
 def _refuse_reentrant_checkpointing(loss: Tensor) -> None:

@@ -21,7 +21,6 @@ from unitrain.data.reading.fingerprint import fingerprint, sample_digest
 from unitrain.errors import UsageError
 from unitrain.rng import generators_restored, seed_generators
 from unitrain.training.hooks import StepHook
-from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.loss_check import LossCheck
 from unitrain.training.windows.weights import Losses
 
@@ -144,6 +143,7 @@ class ScriptChecks(StepHook):
 
     Attributes:
         direct: refuses steps that are not made by the strategy; None in one process.
+        schedulers: looks at schedulers that are about to step.
         next_look: the first step for which ``before_backward`` is to be called. Most steps need no look.
     """
 
@@ -151,7 +151,7 @@ class ScriptChecks(StepHook):
         self._communicator = communicator
         self._pulse = communicator.collectives.pulse
         self._losses = LossCheck(accumulate, communicator.world_size, warns=communicator.is_main)
-        self._schedulers = SchedulerCheck(pending=communicator.is_main)
+        self.schedulers: SchedulerCheck = SchedulerCheck(pending=communicator.is_main)
         self.direct: DirectStepCheck | None = DirectStepCheck(is_prepared) if communicator.world_size > 1 else None
         self.next_look: int = 0
 
@@ -183,21 +183,6 @@ class ScriptChecks(StepHook):
             "If the model's parameters are others since prepare() (by a deep copy, a new layer, or load_state_dict "
             "with assign=True), prepare the new ones, with an optimizer of theirs."
         )
-
-    def before_scheduler(self, scheduler: Any) -> None:
-        """Look at a scheduler that is about to step."""
-        if self._schedulers.pending:
-            self._schedulers.look(scheduler)
-
-    def check_batches(self, batches: OpenBatches) -> None:
-        """Look at whether all batches were trained on, at the end of a run."""
-        if batches.has_left_out:
-            self._communicator.warn(
-                "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
-                "epoch was left out, or the last one. The losses that followed were matched to the batch before "
-                "theirs, and a resumed run would repeat one. Call step() for every batch; to leave one out, multiply "
-                "its loss by 0."
-            )
 
     def close(self) -> None:
         """Remove the checks, and refuse further backwards."""

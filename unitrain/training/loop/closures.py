@@ -55,13 +55,6 @@ class Closures:
         hook = optimizer.register_step_pre_hook(pass_closure)
         try:
             return self._step.update(optimizer, scheduler)
-        except RuntimeError as error:
-            if "unevenly sharded" not in str(error):
-                raise
-            raise UsageError(
-                f"{type(optimizer).__name__} joins all gradients into a vector, which torch can't do if a parameter's "
-                "first dimension is no multiple of the number of ranks: use backend ddp or horovod."
-            ) from error
         finally:
             hook.remove()
             window.clear()
@@ -91,10 +84,10 @@ class Closures:
         step.averaging.finish(window)
         gradients = step.guard.gradients(window.parameters)
         if window.total.weight is not None:
-            window.rescale(gradients, 1)
+            window.rescale(gradients)
         if not step.guard.clip(window.parameters, gradients, window.evidence.losses):
             policy = step.judge.nonfinite
-            findings = policy.findings(window, averaged=step.averaging.in_step)
+            findings = policy.findings(window)
             message = policy.message(findings, window.parameters, "in an evaluation of the closure within a step")
             raise NonFiniteError(f"{message} The optimizer has moved the weights since: continue from a checkpoint.")
         return loss

@@ -81,15 +81,14 @@ class NonFinitePolicy:
         named = "" if first is None else f"; first affected parameter: {self.prepared.name(parameters[first])}"
         return f"not finite {when}: {where}{named}."
 
-    def findings(self, window: Window, *, averaged: bool) -> Findings:
+    def findings(self, window: Window) -> Findings:
         """Return which losses and gradients of a window are finite on this rank. The host waits for the device.
 
         Args:
             window: with reduced gradients.
-            averaged: whether they are averaged over the ranks in every step.
         """
         # The local ones, before they were averaged, as far as they were kept.
-        gradients = averaged and window.evidence.gradients_are_finite()
+        gradients = window.evidence.gradients_are_finite()
         return window.evidence.losses_are_finite(), gradients, self._first_bad(window.parameters)
 
     def _first_bad(self, parameters: Sequence[Parameter]) -> int | None:
@@ -98,14 +97,14 @@ class NonFinitePolicy:
         to_local = self.communicator.sharding.to_local
         return next((i for i, gradient in gradients if not is_finite(to_local(gradient))), None)
 
-    def handle(self, window: Window, when: str, *, averaged: bool) -> None:
+    def handle(self, window: Window, when: str) -> None:
         """Skip the step, or end the run. Collective: all ranks call this at the same step.
 
         Raises:
             NonFiniteError: under ``raise``.
             Stopped: under ``stop``.
         """
-        message = self.message(self.findings(window, averaged=averaged), window.parameters, when)
+        message = self.message(self.findings(window), window.parameters, when)
         if self.policy != "skip":
             self.end(message)
         self._print(f"unitrain: {message} The step was skipped on all ranks.")
@@ -131,14 +130,12 @@ class Judge:
         verdicts: on steps; the list may grow.
         nonfinite: applies ``on_nonfinite``.
         scale: of the losses, whose overflows make gradients infinite.
-        averaged: whether gradients are averaged over the ranks in every step.
         forbidding: the verdicts that have forbidden the last step.
     """
 
     verdicts: Sequence[Verdict]
     nonfinite: NonFinitePolicy
     scale: LossScale
-    averaged: bool
     forbidding: list[Verdict] = field(default_factory=list)
 
     @property
@@ -171,7 +168,7 @@ class Judge:
             return
         elif not self.scale.handles_overflows:  # else a smaller scale may suffice: the step is skipped, as torch does
             when = f"at step {number}{self.nonfinite.communicator.collectives.pulse.of_trial}"
-            self.nonfinite.handle(window, when, averaged=self.averaged)
+            self.nonfinite.handle(window, when)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

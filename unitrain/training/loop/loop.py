@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -12,9 +11,9 @@ from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import Batches, Iteration, optimizer_steps
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
+from unitrain.training.loop.sockets import Sockets
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models import batch_norm
-from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.windows.weights import Weight
 from unitrain.training.windows.windows import version_of
 
@@ -24,10 +23,7 @@ class TrainingLoop:
 
     Args:
         step: makes the steps.
-        readers: the ranks that read different batches.
-        prepared: the prepared modules.
-        pass_boundary: called where the run can be stopped; raises if it is to be stopped.
-        shards: whether parameters are sharded.
+        sockets: the parts of the run.
 
     Attributes:
         readers: the ranks that read different batches.
@@ -36,20 +32,11 @@ class TrainingLoop:
         epoch_asked: whether the script has asked a loader for its epoch.
     """
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        readers: Communicator,
-        prepared: PreparedModules,
-        pass_boundary: Callable[[], None],
-        *,
-        shards: bool,
-    ) -> None:
+    def __init__(self, step: TrainingStep, sockets: Sockets) -> None:
         self._step = step
-        self._shards = shards  # parameters
-        self._batches = step.batches
-        self._prepared = prepared
-        self._pass_boundary = pass_boundary
+        self._shards = sockets.communicator.sharding.of_parameters
+        self._batches, self._prepared = sockets.batches, sockets.prepared
+        self._pass_boundary = sockets.stopping.pass_boundary  # raises if the run is to be stopped
         # An attribute, since an interpreter that ends may leave a loop when this module has no globals any more.
         self._optimizer_steps = optimizer_steps
         self._evaluations: list[Iteration] = []  # in progress
@@ -57,9 +44,9 @@ class TrainingLoop:
         # By the line that made a loader, and the order: which loader has trained last, which models and optimizers,
         # and until which step of all optimizers.
         self._orders: dict[tuple[str, tuple[int, int] | None], tuple[object, list[ref[Any]], int]] = {}
-        self.readers: Communicator = readers
+        self.readers: Communicator = sockets.readers
         # They are equal, if several ranks read the same batches.
-        self.shares: tuple[int, ...] = prepared.shares[: readers.world_size]
+        self.shares: tuple[int, ...] = self._prepared.shares[: self.readers.world_size]
         self.evaluating: bool = False
         self.epoch_asked: bool = False
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unitrain.data.order.sharding import MicroBatch
-from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.sharded_guard import guard_for
@@ -23,7 +21,7 @@ from unitrain.training.loop.judge import Judge, NonFinitePolicy
 from unitrain.training.loop.script_gradients import ScriptGradients
 from unitrain.training.loop.sockets import Sockets
 from unitrain.training.models.supported import check_scheduler, explain
-from unitrain.training.windows.weights import GivenWeights, Losses, LossScale, ScriptLosses, Weights
+from unitrain.training.windows.weights import Losses, LossScale, ScriptLosses, ScriptWeights, Weights
 from unitrain.training.windows.window import Window
 from unitrain.training.windows.windows import Windows
 
@@ -49,7 +47,6 @@ class TrainingStep:
     Args:
         sockets: the parts of a run, and what features have plugged in.
         scaler: scales losses under fp16.
-        pass_boundary: called after a complete step; raises if the run is to be stopped.
 
     A step is made by the script's thread, on all ranks in the same order: whatever is collective in it waits for them.
 
@@ -66,11 +63,10 @@ class TrainingStep:
         window_end_actions: what ``at_window_end`` was passed, and has not been called yet.
     """
 
-    def __init__(
-        self, sockets: Sockets, scaler: torch.amp.GradScaler | None, pass_boundary: Callable[[], None]
-    ) -> None:
+    def __init__(self, sockets: Sockets, scaler: torch.amp.GradScaler | None) -> None:
         ranks, backend, config = sockets.communicator, sockets.backend, sockets.config
-        self._pulse, self._accumulate, self._pass_boundary = ranks.collectives.pulse, config.accumulate, pass_boundary
+        self._pulse, self._accumulate = ranks.collectives.pulse, config.accumulate
+        self._pass_boundary = sockets.stopping.pass_boundary  # raises if the run is to be stopped
         self.window_end_actions: list[Callable[[], None]] = []
         self.hooks: Hooks = sockets.hooks
         self.batches: OpenBatches = sockets.batches
@@ -78,12 +74,11 @@ class TrainingStep:
         self.replicas: Replicas = sockets.replicas
         self.checks: ScriptChecks = ScriptChecks(ranks, config.accumulate, sockets.prepared.has)
         self.scale: LossScale = LossScale(scaler)
-        averaged = self.averaging.in_step
         self._weights = Weights(ranks, sockets.readers.world_size, config.accumulate, self.averaging.unit)
-        self._differentiate = Backward(self._weights, self.scale, ranks.device, averaged=averaged).run
+        self._differentiate = Backward(self._weights, self.scale, ranks.device).run
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
-        self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale, averaged=averaged)
-        self.guard: GuardedStep = guard_for(ranks, config.clip_norm, config.clip_value, self.judge.forbids)
+        self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale)
+        self.guard: GuardedStep = guard_for(ranks, config.clip_norm, self.judge.forbids)
         self.check_verdicts()
         self.windows: Windows = Windows(
             ranks,
@@ -91,9 +86,8 @@ class TrainingStep:
             sockets.prepared,
             self.hooks,
             self._weights.total,
-            averaged=averaged,
+            averaged=self.averaging.in_step,
             moves_gradients=self.averaging.unit > 1,
-            all_gradients=config.debug,
             complete=self.averaging.complete,
             take=ScriptGradients(sockets).take,
         )
@@ -102,15 +96,13 @@ class TrainingStep:
 
     # ------------------------------------------------------------------------------- the order of a step, on one page
 
-    def _backward(self, loss: ScriptLosses, windows: list[Window], sync: bool | None, weight: GivenWeights) -> None:
+    def _backward(self, loss: ScriptLosses, windows: list[Window], weight: ScriptWeights, batch: Any) -> None:
         """Run the first half of a step, for each micro-batch."""
-        losses = Losses(loss, weight)
+        losses = Losses(loss, weight, batch)
         if self._pulse.step >= self.checks.next_look:
             self.checks.before_backward(losses, None if losses.batches else self.batches.micro_batch)
         micro_batch = self.batches.of_backward(losses)
         last = windows[0].micro_batches + 1 >= self._accumulate if micro_batch is None else micro_batch.last
-        if sync is not None:
-            last = self._asked_to_end(sync, last, micro_batch)
         losses, total, share = self._weights.weigh(losses, micro_batch)  # weigh
         for window in windows:
             window.enter(micro_batch, total, last)
@@ -134,8 +126,8 @@ class TrainingStep:
         gradients = self.guard.gradients(window.parameters)
         if not gradients:
             self.checks.no_gradients(window.name)
-        if window.total.weight is not None or window.micro_batches != self._accumulate:
-            window.rescale(gradients, self._accumulate)
+        if window.total.weight is not None:
+            window.rescale(gradients)
         if self.scale.scaler is not None:
             self.scale.unscale(optimizer, gradients)  # unscale
         stepped, norm = self._judge_clip_and_step(optimizer, window, gradients)  # judge, clip, update
@@ -150,7 +142,9 @@ class TrainingStep:
 
     # --------------------------------------------------------------------------------------------------- its callers
 
-    def step(self, loss: ScriptLosses, optimizer: Optimizer, scheduler: Any, weight: GivenWeights) -> StepResult:
+    def step(
+        self, loss: ScriptLosses, optimizer: Optimizer, scheduler: Any, weight: ScriptWeights, batch: Any
+    ) -> StepResult:
         """Run both halves for one optimizer. See ``Strategy.step``.
 
         Raises:
@@ -159,23 +153,18 @@ class TrainingStep:
             Stopped: the run ends at this step.
         """
         if self.hooks.before_call:
-            self.backward(loss, (optimizer,), weight=weight)
+            self.backward(loss, (optimizer,), weight, batch)
             return self.update(optimizer, scheduler)
         windows = self.windows.of((optimizer,))
-        self._backward(loss, windows, None, weight)
+        self._backward(loss, windows, weight, batch)
         return self._update(windows[0], optimizer, scheduler)
 
     def backward(
-        self,
-        loss: ScriptLosses,
-        optimizers: Sequence[Optimizer] | None,
-        *,
-        sync: bool | None = None,
-        weight: GivenWeights = None,
+        self, loss: ScriptLosses, optimizers: Sequence[Optimizer] | None, weight: ScriptWeights, batch: Any
     ) -> None:
         """Run the first half. See ``Strategy.backward``. None means all prepared optimizers."""
         with self.hooks.call("backward"):
-            self._backward(loss, self.windows.of(optimizers), sync, weight)
+            self._backward(loss, self.windows.of(optimizers), weight, batch)
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """Run the second half, with the hooks of a call around it. See ``Strategy.update``."""
@@ -185,12 +174,6 @@ class TrainingStep:
             return self._update(self.windows.of_update(optimizer), optimizer, scheduler)
 
     # ----------------------------------------------------------------------------------------------------- its parts
-
-    def _asked_to_end(self, sync: bool, last: bool, micro_batch: MicroBatch | None) -> bool:
-        """Return whether this backward ends the window, as ``sync`` asks, and not as the loader or the number says."""
-        if sync and not last and micro_batch is not None:
-            raise UsageError("sync=True can't end the window of a loader early: it ends with its last micro-batch.")
-        return sync
 
     def _judge_clip_and_step(
         self, optimizer: Optimizer, window: Window, gradients: list[Tensor]
@@ -248,7 +231,8 @@ class TrainingStep:
 
     def step_scheduler(self, scheduler: Any) -> None:
         """Step a scheduler after its optimizer."""
-        self.checks.before_scheduler(scheduler)
+        if self.checks.schedulers.pending:
+            self.checks.schedulers.look(scheduler)
         scheduler.step()
 
     def _end_step(self) -> None:
@@ -307,10 +291,9 @@ class TrainingStep:
             self._end_step()
 
     def end(self) -> None:
-        """Tell the hooks that the run ends, and warn if the script has left out a batch."""
+        """Tell the hooks that the run ends."""
         for ended in self.hooks.at_end:
             ended()
-        self.checks.check_batches(self.batches)
 
     def check_verdicts(self) -> None:
         """Follow a change of the verdicts: compute the norm of the gradients in each step if one needs it."""

@@ -137,51 +137,12 @@ class _Initialiser:
             for length in range(len(parts), -1, -1):
                 around = ".".join(parts[:length])
                 seed_generators(derived_seed(self._seed, path, around))
-                self._initialise(around, path)
-
-    def _initialise(self, around: str, path: str) -> None:
-        """Let the module named ``around`` initialise the tensors in memory, those of the layer at ``path``."""
-        module = self._skeleton.get_submodule(around)
-        # Only the first that the module has: the other one would draw the same values again.
-        calls = [getattr(module, name) for name in _RESETS if hasattr(module, name)][:1]
-        if self._function is not None:
-            calls.append(lambda: self._function(module))
-        for call in calls:
-            try:
-                call()
-            except (RuntimeError, NotImplementedError) as error:
-                raise UsageError(
-                    f"prepare() can't initialise {path or 'the model'}: initialising the {type(module).__name__} at "
-                    f"{around or 'the top'} needs more than the parameters of one module ({error}). {_REMEDY}"
-                ) from error
-
-
-class WithoutWeights:
-    """Refuses calls of a model until some of its weights, given by name, are loaded: they have no values."""
-
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self._names = frozenset(names)
-        self._hooks = [
-            module.register_forward_pre_hook(self._refuse, prepend=True),
-            module.register_load_state_dict_post_hook(self._after_load),  # type: ignore[no-untyped-call]
-        ]
-
-    def _refuse(self, module: nn.Module, args: Any) -> None:
-        examples = ", ".join(sorted(self._names)[:3])
-        raise UsageError(
-            f"the model was built on the meta device, and {len(self._names)} of its weights ({examples}, ...) have no "
-            "values: load them before the model is called (a file of weights, or resume a checkpoint), or pass "
-            "initialise=True or a function to prepare()."
-        )
-
-    def _after_load(self, module: nn.Module, keys: Any) -> None:
-        if self._names.isdisjoint(keys.missing_keys):
-            self.end()
-
-    def end(self) -> None:
-        """Let the model be called."""
-        for hook in self._hooks:
-            hook.remove()
+                module = self._skeleton.get_submodule(around)
+                # Only the first that the module has: the other one would draw the same values again.
+                for name in [name for name in _RESETS if hasattr(module, name)][:1]:
+                    getattr(module, name)()
+                if self._function is not None:
+                    self._function(module)
 
 
 def give_memory(module: nn.Module, device: torch.device, only: Collection[Tensor] | None = None) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.autocast_mode import is_autocast_available
 from torch.utils.hooks import RemovableHandle
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.structure import rebuilt
 from unitrain.config import Precision as PrecisionName
-from unitrain.device import HALF_DTYPES, devices_of, precise
+from unitrain.device import HALF_DTYPES, precise
 from unitrain.errors import ConfigError
 from unitrain.training.gradients.sharded_guard import ShardedScaler
 from unitrain.training.models.passes import ModulePass
@@ -33,18 +32,18 @@ class _AutocastForward:
     from tracing, and the code between them is compiled.
 
     Args:
-        device_types: types of the devices that the forward runs on; autocast is enabled for each.
+        device_type: type of the device that the forward runs on.
         dtype: bfloat16 or float16.
     """
 
-    def __init__(self, device_types: tuple[str, ...], dtype: torch.dtype) -> None:
-        self._arguments = (device_types, dtype)
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self._arguments = device_type, dtype
         self._local = threading.local()
         # Not as decorators: these would import the compiler with unitrain, which takes a second or more.
         self._enter = torch.compiler.disable(self._enter_untraced)  # type: ignore[no-untyped-call]
         self._leave = torch.compiler.disable(self._leave_untraced)  # type: ignore[no-untyped-call]
 
-    def __reduce__(self) -> tuple[type[_AutocastForward], tuple[tuple[str, ...], torch.dtype]]:
+    def __reduce__(self) -> tuple[type[_AutocastForward], tuple[str, torch.dtype]]:
         # A copy or pickle of a module copies its hooks, but neither thread-local storage nor disabled functions.
         return _AutocastForward, self._arguments
 
@@ -55,17 +54,14 @@ class _AutocastForward:
         self._leave()
 
     def _enter_untraced(self) -> None:
-        device_types, dtype = self._arguments
-        for device_type in device_types:
-            context = torch.autocast(device_type, dtype)
-            context.__enter__()  # type: ignore[no-untyped-call]
-            self._local.__dict__.setdefault("stack", []).append(context)
+        context = torch.autocast(*self._arguments)
+        context.__enter__()  # type: ignore[no-untyped-call]
+        self._local.__dict__.setdefault("stack", []).append(context)
 
     def _leave_untraced(self) -> None:
         stack = self._local.__dict__.get("stack")
         if stack:  # empty if another hook raised before autocast was entered
-            for _ in self._arguments[0]:
-                stack.pop().__exit__(None, None, None)
+            stack.pop().__exit__(None, None, None)
 
 
 def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -110,18 +106,12 @@ class Precision(ModulePass):
         """Return the context manager for computing a loss. It does nothing in fp32 and fp64."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
 
-    def _device_types(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the types of the devices that a forward runs on, where the script has put its layers."""
-        spread = devices_of(module)
-        of_layers = [device.type for device in spread if len(spread) > 1 and is_autocast_available(device.type)]
-        return tuple(dict.fromkeys([self._device_type, *of_layers]))
-
     def apply(self, module: nn.Module) -> None:
         """Make the module's forward compute in this precision, in any thread."""
         handles = hook_handles(module)
         if self._dtype is not None:
             # First before the forward, and called even if that raises: no other hook runs outside of autocast.
-            autocast = _AutocastForward(self._device_types(module), self._dtype)
+            autocast = _AutocastForward(self._device_type, self._dtype)
             handles.append(module.register_forward_pre_hook(autocast.enter, prepend=True))
             handles.append(module.register_forward_hook(autocast.leave, always_call=True))
         elif self._name == "fp64":

@@ -22,7 +22,7 @@ from unitrain.rng import derived_seed, seed_rank
 from unitrain.training.models import batch_norm, in_sync, supported
 from unitrain.training.models.buffers import make_writable
 from unitrain.training.models.compile import compile_in_place
-from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
+from unitrain.training.models.materialising import Initialise, Values, give_memory
 from unitrain.training.models.passes import ModulePass
 from unitrain.training.models.precision import remove_hooks
 from unitrain.training.models.prepared import PreparedModules
@@ -110,7 +110,9 @@ class Preparation:
         plain = self.prepared.unwrap(module)
         parameters = dict(plain.named_parameters())  # which optimizers have; moving or sharding may replace them
         values = self._values(plain, initialise)
-        self._place(module)
+        self.backend.place(module)
+        if self.communicator.is_main and len(devices := devices_of(module)) > 1:
+            print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, devices))}.")
         for change in in_order(self.passes):
             change.apply(module)
         if self.communicator.world_size > 1:
@@ -127,8 +129,6 @@ class Preparation:
         wrapped = self.backend.wrap_model(module) if self.wraps else module
         if values is not None:
             values.fill(plain)
-            if values.unknown:
-                self.prepared.refuse_calls(plain, WithoutWeights(plain, values.unknown).end)
         self.prepared.add(wrapped, module, parameters)
         return wrapped
 
@@ -142,21 +142,8 @@ class Preparation:
             give_memory(module, self.backend.device, only)
         return values
 
-    def _place(self, module: nn.Module) -> None:
-        """Place a module, and say so where a script may have meant another place."""
-        old = devices_of(module)
-        self.backend.place(module)
-        new = devices_of(module)
-        if not self.communicator.is_main:
-            return
-        if len(new) > 1:
-            print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, new))}.")
-        elif old != new and old[0].type not in ("cpu", "meta"):
-            print_stderr(f"unitrain: {type(module).__name__} is moved from {old[0]} to {new[0]}, this run's device.")
-
     def _optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer its new parameters, and rank 0's state and options. Collective on several ranks."""
-        supported.check_optimizer(optimizer, shards_parameters=self.communicator.sharding.of_parameters)
         self.prepared.update(optimizer)
         self.prepared.check([p for group in optimizer.param_groups for p in group["params"]])
         ranks = self.communicator

@@ -50,7 +50,6 @@ class PreparedModules:
         self._replaced: dict[Parameter, Parameter] = {}  # the new parameter by the old one
         # By module, a function that exchanges the weights of training and others; called twice, it changes nothing.
         self._swapped: dict[nn.Module, Callable[[], None]] = {}
-        self._refusals: dict[nn.Module, Callable[[], None]] = {}
 
     def update(self, optimizer: Optimizer) -> None:
         """Give an optimizer the parameters that have replaced its own, in place. Its state stays."""
@@ -105,14 +104,6 @@ class PreparedModules:
             if inner is module:
                 return module
             module = inner
-
-    def refuse_calls(self, module: nn.Module, end: Callable[[], None]) -> None:
-        """Record that calls of a module are refused until its weights are loaded; ``end`` ends that."""
-        self._refusals[module] = end
-
-    def allow_calls(self, module: nn.Module) -> None:
-        """Record that a module's weights are loaded."""
-        self._refusals.pop(module, lambda: None)()
 
     @contextmanager
     def swapped(self, module: nn.Module, exchange: Callable[[], None]) -> Iterator[None]:

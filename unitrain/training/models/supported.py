@@ -6,7 +6,6 @@ Every check raises UsageError, on all ranks, before anything has changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import Adafactor, Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.optim import Optimizer
 
 from unitrain.errors import UsageError
 
@@ -24,12 +22,10 @@ def check_kind(candidate: object) -> None:
     """Raise UsageError if an object is neither a module nor an optimizer nor a scheduler."""
     if isinstance(candidate, (nn.Module, Optimizer)) or callable(getattr(candidate, "step", None)):
         return  # schedulers have no common base class: timm's, Hugging Face's
-    if isinstance(candidate, (DataLoader, Dataset)):
-        raise UsageError(
-            f"prepare() takes modules, optimizers and schedulers, not a {type(candidate).__name__}: pass that to "
-            "strategy.dataloader(...), which takes a dataset or a torch DataLoader."
-        )
-    raise UsageError(f"prepare() takes modules, optimizers and schedulers, not {type(candidate).__name__}.")
+    raise UsageError(
+        f"prepare() takes modules, optimizers and schedulers, not {type(candidate).__name__}: pass a dataset or a "
+        "DataLoader to strategy.dataloader(...)."
+    )
 
 
 def check_module(module: nn.Module) -> None:
@@ -70,22 +66,16 @@ def _check_memory(module: nn.Module) -> None:
 
 
 def _overlap(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage have an element in common. Parts of a flat tensor have none."""
-    ends = []
-    for each in (tensor, other):
-        last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
-        ends.append((each.storage_offset() * each.itemsize, (each.storage_offset() + last + 1) * each.itemsize))
-    (start, end), (other_start, other_end) = ends
-    if end <= other_start or other_end <= start:
-        return False
-    if tensor.dtype != other.dtype:
-        return True
-    # Columns of one matrix lie between one another.
-    first = min(tensor.storage_offset(), other.storage_offset())
-    places = torch.arange(max(end, other_end) // tensor.itemsize - first)
-    marks = torch.zeros_like(places, dtype=torch.bool)
-    marks[places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first)] = True
-    return bool(marks[places.as_strided(other.shape, other.stride(), other.storage_offset() - first)].any())
+    """Return whether the bytes of two tensors of one storage overlap. Parts of a flat tensor do not."""
+    (start, end), (other_start, other_end) = map(_span, (tensor, other))
+    return start < other_end and other_start < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return where the bytes of a tensor begin and end in its storage."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.itemsize
 
 
 def check_lookups(module: nn.Module) -> None:
@@ -99,25 +89,6 @@ def check_lookups(module: nn.Module) -> None:
                 f"{name or 'the model'} is an {type(layer).__name__} with max_norm, and each rank would change rows of "
                 "its own samples: set max_norm to None, and bound the norms after strategy.step, under torch.no_grad()."
             )
-
-
-def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
-    """Raise UsageError if an optimizer does not work with ``strategy.step``, or not with sharded parameters.
-
-    Args:
-        optimizer: the optimizer.
-        shards_parameters: whether the backend shards parameters.
-    """
-    if shards_parameters and isinstance(optimizer, Adafactor):
-        raise UsageError(
-            "torch's Adafactor does not support sharded parameters: its step fails on DTensors. Use backend ddp or "
-            "horovod, or another optimizer, such as AdamW or Muon."
-        )
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        raise UsageError(
-            "Checkpoints can't save a ZeroRedundancyOptimizer, since each rank has a part of its state: pass the "
-            "optimizer that it was made of. UniTrain can shard the state, too: see the page on methods of training."
-        )
 
 
 def explain(error: BaseException, optimizer: Optimizer) -> None:
@@ -139,24 +110,12 @@ def check_scheduler(scheduler: Any) -> None:
     """
     if type(scheduler) in _schedulers:
         return
-    if not callable(getattr(scheduler, "step", None)):
-        raise UsageError(
-            f"step() takes one scheduler, not {type(scheduler).__name__}: chain several with "
-            "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
-        )
-    if _needs_arguments(scheduler.step):
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
         raise UsageError(
             f"step() can't step a {type(scheduler).__name__}, which needs a metric or an epoch: leave it out, and call "
             "scheduler.step(metric) after the evaluation, with the same metric on all ranks; or, for timm's, "
             "scheduler.step_update(strategy.global_step) where strategy.step(...).stepped is True."
-        )
+        ) from None
     _schedulers.add(type(scheduler))
-
-
-def _needs_arguments(step: Callable[..., Any]) -> bool:
-    """Return whether a ``step`` can't be called without arguments."""
-    try:
-        inspect.signature(step).bind()
-    except TypeError:
-        return True
-    return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -23,23 +22,14 @@ from unitrain.device import precise
 from unitrain.errors import UsageError
 
 _MOST_CACHED = 64
+_SAME_LENGTH = 8  # losses, up to which the ranks sum tensors of one length even if they have other numbers of losses
 Weight = float | int | Tensor
 ScriptLosses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """The losses that a script passes."""
 ScriptWeights = Weight | Sequence[Weight] | Mapping[str, Weight] | None
 """Their weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class OfBatch:
-    """The batch that a loss is of, or a list or dict of one for each loss, and the weight that the script gives."""
-
-    batch: Any
-    weight: ScriptWeights
-
-
-GivenWeights = ScriptWeights | OfBatch
-_SAME_LENGTH = 8  # losses, up to which the ranks sum tensors of one length even if they have other numbers of losses
+Weighed = float | Sequence[float]
+"""The weights of a backward: one, or one for each loss."""
 
 
 class Losses:
@@ -47,7 +37,8 @@ class Losses:
 
     Args:
         loss: a tensor, or a list or dict of tensors, as the script passes it.
-        weight: None, or a weight for each loss, in a container of the same kind, perhaps with their batches.
+        weight: None, or a weight for each loss, in a container of the same kind.
+        batch: None, the batch that the losses are of, or one for each, in a container of the same kind.
 
     Attributes:
         each: the losses.
@@ -61,20 +52,18 @@ class Losses:
 
     __slots__ = ("batches", "each", "weights")
 
-    def __init__(self, loss: Any, weight: Any = None) -> None:
-        self.weights: list[Weight] = []
-        self.batches: Sequence[Any] = ()
+    def __init__(self, loss: Any, weight: Any = None, batch: Any = None) -> None:
+        self.weights: list[float] = []
+        self.batches: Sequence[Any] = () if batch is None else _batch_of_each(loss, batch)
         if weight is None and isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
             self.each: list[Tensor] = [loss]  # the usual case, without a call
             return
-        if isinstance(weight, OfBatch):
-            self.batches, weight = _batch_of_each(loss, weight.batch), weight.weight
         if weight is None and (isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping))):
             self.each = [checked(loss)]
             return
         losses, weights, names = loss, weight, []
         if isinstance(weight, Tensor):
-            weights = weight.reshape(-1).unbind()
+            weights = weight.reshape(-1).tolist()
         elif weight is not None and not isinstance(weight, (Sequence, Mapping)):
             weights = [weight]
         if isinstance(loss, Tensor):
@@ -93,7 +82,9 @@ class Losses:
         # and notice the difference in its result.
         rest = [0.0] * (-len(losses) % _SAME_LENGTH) + [1.0 + crc32(repr([names, len(losses)]).encode())]
         self.each = [checked(loss) for loss in losses]
-        self.weights = [*weights, *(rest if len(losses) > 1 else ())]
+        # A GPU is waited for, rather than have it decide for each gradient whether the weight is 0.
+        numbers = [each.item() if isinstance(each, Tensor) else each for each in weights]
+        self.weights = [*numbers, *(rest if len(losses) > 1 else ())]
 
     def of_stand_in(self) -> Losses:
         """Return the same losses with weight 0."""
@@ -147,18 +138,22 @@ class Weights:
         readers: number of ranks that have different samples.
         accumulate: number of micro-batches in a window without a loader.
         unit: the divisor of gradients in the ``Averaging``.
+
+    Attributes:
+        communicator: as the argument.
+        unit: as the argument.
     """
 
     def __init__(self, communicator: Communicator, readers: int, accumulate: int, unit: int) -> None:
-        self._communicator = communicator
+        self.communicator: Communicator = communicator
         self._device = precise(communicator.device)  # that has float64, in which numbers of tokens add up exactly
         self._accumulate = accumulate
-        self._unit = unit
+        self.unit: int = unit
         self._of_sample = unit * readers / communicator.world_size  # several ranks may have a part of it
         # Without a loader, all batches are taken to have one size, so each has the same weight.
         self._uncounted = unit / (communicator.world_size * accumulate)
 
-    def weigh(self, losses: Losses, micro_batch: MicroBatch | None) -> tuple[Losses, Weight | None, float]:
+    def weigh(self, losses: Losses, micro_batch: MicroBatch | None) -> tuple[Losses, Weighed | None, float]:
         """Weigh the losses of a micro-batch. Not collective.
 
         Args:
@@ -166,8 +161,8 @@ class Weights:
             micro_batch: None without a loader.
 
         Returns:
-            The losses, with weight 0 if the micro-batch has no samples; the weight that the script gives, several as a
-            vector, or None; and, without weights, the share of this rank's loss in the mean of its window.
+            The losses, with weight 0 if the micro-batch has no samples; the weight or weights that the script gives, or
+            None; and, without weights, the share of this rank's loss in the mean of its window.
         """
         if not losses.weights:
             share = self._uncounted if micro_batch is None else micro_batch.count * self._of_sample / micro_batch.window
@@ -175,11 +170,7 @@ class Weights:
         if micro_batch is not None and not micro_batch.count:
             losses = losses.of_stand_in()
         weights = losses.weights
-        return losses, self.vector(weights) if len(weights) > 1 else weights[0], 1.0
-
-    def vector(self, weights: Sequence[Weight]) -> Tensor:
-        """Return several weights as a vector."""
-        return torch.stack([self.as_tensor(weight) for weight in weights])
+        return losses, weights if len(weights) > 1 else weights[0], 1.0
 
     def total(self, name: str) -> Total:
         """Return the sum of the weights of a window, which is empty yet.
@@ -187,17 +178,16 @@ class Weights:
         Args:
             name: of the window, the same on all ranks.
         """
-        return Total(self._communicator, self.as_tensor, self._unit, f"weight of {name}")
+        return Total(self, f"weight of {name}")
 
     def backwards(self, micro_batches: int) -> float:
         """Return the number of backwards in so many micro-batches, on all ranks, divided by ``unit``."""
-        return self._communicator.world_size * micro_batches / self._unit
+        return self.communicator.world_size * micro_batches / self.unit
 
-    def as_tensor(self, weight: Weight) -> Tensor:
-        """Return a weight as a new tensor on the device, without synchronising with a GPU if it is a float."""
-        if isinstance(weight, Tensor):
-            # A copy, since the ranks sum it in place.
-            return weight.detach().to(self._device, torch.float64, copy=True)
+    def as_tensor(self, weight: Weighed) -> Tensor:
+        """Return a weight, or several as a vector, as a new tensor on the device, without synchronising with a GPU."""
+        if isinstance(weight, Sequence):
+            return torch.stack([self.as_tensor(each) for each in weight])
         return torch.full((), weight, dtype=torch.float64, device=self._device)
 
 
@@ -209,10 +199,10 @@ class Total:
         kept: by the number of a loss, gradients that wait for the total, and are not in ``grad``.
     """
 
-    __slots__ = ("_as_tensor", "_communicator", "_name", "_unit", "_wait", "kept", "weight")
+    __slots__ = ("_name", "_wait", "_weights", "kept", "weight")
 
-    def __init__(self, communicator: Communicator, as_tensor: Callable[[Weight], Tensor], unit: int, name: str) -> None:
-        self._communicator, self._as_tensor, self._unit, self._name = communicator, as_tensor, unit, name
+    def __init__(self, weights: Weights, name: str) -> None:
+        self._weights, self._name = weights, name
         self.kept: dict[int, dict[Parameter, Tensor]] = {}  # each loss takes the memory of all gradients
         self.clear()
 
@@ -222,13 +212,14 @@ class Total:
         self._wait: Callable[[], None] | None = None
         self.kept.clear()
 
-    def add(self, weight: Weight, *, last: bool) -> None:
-        """Add a weight. The last one of a window begins the sum over the ranks."""
-        self.weight = self._as_tensor(weight) if self.weight is None else self.weight + self._as_tensor(weight)
+    def add(self, weight: Weighed, *, last: bool) -> None:
+        """Add a weight, or several. The last one of a window begins the sum over the ranks."""
+        added = self._weights.as_tensor(weight)
+        self.weight = added if self.weight is None else self.weight + added
         if last:
             self._sum()
 
-    def shares(self, weight: Weight) -> Tensor:
+    def shares(self, weight: float | Tensor) -> Tensor:
         """Return a weight times ``unit``, divided by the total over all ranks, for which it waits. Collective.
 
         Args:
@@ -239,13 +230,13 @@ class Total:
         if self._wait is not None:
             self._wait()
             self._wait = lambda: None  # and not None, so that the sum is not started again
-        share = weight * self._unit / self.weight
+        share = weight * self._weights.unit / self.weight
         return torch.where(torch.isfinite(share), share, 0.0)  # all weights are 0: so are the gradients
 
     def _sum(self) -> None:
         """Start the sum over the ranks, once. It overlaps the backward."""
-        if self._communicator.world_size > 1 and self.weight is not None and self._wait is None:
-            self._wait = self._communicator.collectives.all_reduce_async(self.weight, "sum", self._name)
+        if self._weights.communicator.world_size > 1 and self.weight is not None and self._wait is None:
+            self._wait = self._weights.communicator.collectives.all_reduce_async(self.weight, "sum", self._name)
 
 
 class LossScale:
@@ -265,7 +256,7 @@ class LossScale:
         """Whether infinite gradients may only mean that the scale was too large."""
         return self.scaler is not None and self.scaler.get_scale() > 1.0
 
-    def start(self, loss: Tensor, weight: Weight) -> Tensor:
+    def start(self, loss: Tensor, weight: float) -> Tensor:
         """Return the gradient that a backward starts from, with the dtype and device of the loss.
 
         Args:
@@ -273,16 +264,12 @@ class LossScale:
             weight: of the loss in the mean of its window. Tensors of the usual weights are cached, since making one
                 takes as long as many operations of a small model.
         """
-        if isinstance(weight, Tensor):
-            start = weight.detach().to(loss.device, loss.dtype).reshape(())
-        else:
-            key = (weight, loss.dtype, loss.device)
-            cached = self._starts.get(key)
-            if cached is None:
-                if len(self._starts) >= _MOST_CACHED:  # batches of ever other sizes have ever other weights
-                    self._starts.clear()
-                cached = self._starts[key] = torch.full_like(loss, weight, requires_grad=False)
-            start = cached
+        key = (weight, loss.dtype, loss.device)
+        start = self._starts.get(key)
+        if start is None:
+            if len(self._starts) >= _MOST_CACHED:  # batches of ever other sizes have ever other weights
+                self._starts.clear()
+            start = self._starts[key] = torch.full_like(loss, weight, requires_grad=False)
         return start if self.scaler is None else self.scaler.scale(start)
 
     def unscale(self, optimizer: Optimizer, gradients: list[Tensor]) -> None:

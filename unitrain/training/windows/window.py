@@ -16,7 +16,7 @@ from unitrain.data.order.sharding import MicroBatch
 from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.training.gradients.evidence import Evidence
-from unitrain.training.windows.weights import Total, Weight
+from unitrain.training.windows.weights import Total, Weighed
 
 
 @dataclass(eq=False, slots=True)
@@ -103,12 +103,12 @@ class Window:
         """Whether something was accumulated."""
         return self.micro_batches > 0 or self.last is not None
 
-    def enter(self, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
+    def enter(self, micro_batch: MicroBatch | None, weight: Weighed | None, last: bool) -> None:
         """Add a loss of a micro-batch, which ends the window if ``last``. Its backward follows.
 
         Args:
             micro_batch: None without a loader.
-            weight: that the script gives; several as a vector, or None.
+            weight: that the script gives; several as a list, or None.
             last: whether the backward ends the window.
 
         Raises:
@@ -119,7 +119,8 @@ class Window:
         if self.micro_batches or self.last is not None:
             if (weight is None) != (self.total.weight is None):
                 raise UsageError("pass weight= to every backward of an accumulation window, or to none.")
-            if self.total.weight is not None and self.total.weight.shape != getattr(weight, "shape", ()):
+            losses = len(weight) if isinstance(weight, Sequence) else 1
+            if self.total.weight is not None and self.total.weight.numel() != losses:
                 raise UsageError("pass the same losses to every backward of an accumulation window.")
         self.micro_batch = micro_batch
         if weight is not None and self.last is None:
@@ -137,24 +138,18 @@ class Window:
         self.last = self.last or None  # the next micro-batch has had no backward yet
         return self.last is not None
 
-    def rescale(self, gradients: list[Tensor], accumulate: int) -> None:
+    def rescale(self, gradients: list[Tensor]) -> None:
         """Turn the sum of gradients into the gradients of the window's mean loss, if its shares were not known.
 
         Args:
             gradients: of the parameters, averaged over the ranks; changed in place.
-            accumulate: number of micro-batches that each backward took the window to have.
         """
-        if self.total.weight is not None:
-            factor = self.total.shares(1.0)
-            if factor.dim():
-                return  # the backward knew the total
-            for dtype in {gradient.dtype for gradient in gradients}:
-                for together in by_device(g for g in gradients if g.dtype == dtype):
-                    torch._foreach_mul_(together, factor.to(together[0].device, dtype))
-        elif self.micro_batch is None and self.micro_batches != accumulate:
-            # A window ended early by sync=True: each backward was scaled by 1 / accumulate.
-            for together in by_device(gradients):
-                torch._foreach_mul_(together, accumulate / self.micro_batches)
+        factor = self.total.shares(1.0)
+        if factor.dim():
+            return  # the backward knew the total
+        for dtype in {gradient.dtype for gradient in gradients}:
+            for together in by_device(g for g in gradients if g.dtype == dtype):
+                torch._foreach_mul_(together, factor.to(together[0].device, dtype))
 
     @torch.no_grad()
     def set_aside(self, number: int) -> None:
@@ -216,16 +211,11 @@ class Window:
         # DDP may have moved the gradient into one of its buckets.
         if parameter.grad is not None and (parameter.grad is not gradient or gradient._version == version):
             return
-        if self.last is None:
-            raise UsageError(
-                f"the gradients of {self.name} were changed or cleared after micro-batch {self.micro_batches} of an "
-                "accumulation window: remove zero_grad() from the loop, since step() clears the gradients at the end "
-                "of each window, and clip with the settings clip_norm and clip_value."
-            )
         raise UsageError(
-            f"the gradients of {self.name} were changed between backward() and update(), when they are not averaged "
-            "over the ranks yet: clip with the settings clip_norm and clip_value, and change gradients in a step "
-            "pre-hook of the optimizer (optimizer.register_step_pre_hook)."
+            f"the gradients of {self.name} were changed or cleared since the last backward, when they are not complete "
+            "yet: remove zero_grad() from the loop, since step() clears them at the end of each accumulation window, "
+            "clip with the setting clip_norm, and change gradients in a step pre-hook of the optimizer "
+            "(optimizer.register_step_pre_hook)."
         )
 
     def _check_order(self, micro_batch: MicroBatch) -> None:
