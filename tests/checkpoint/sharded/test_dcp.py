@@ -17,11 +17,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
@@ -29,12 +25,9 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
+from unitrain.checkpoint.sharded.dcp import METADATA, Stored
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import Located, Manifest
-
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-NESTED = StateDictOptions()
 
 
 class Net(nn.Module):
@@ -85,9 +78,8 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert same, key
 
 
-def state_of(model: nn.Module, optimizer: Optimizer, options: StateDictOptions = NESTED) -> dict[str, Any]:
-    optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
-    return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 def save(folder: str) -> dict[str, Any]:
@@ -100,11 +92,7 @@ def save(folder: str) -> dict[str, Any]:
             strategy.step(model(batch(step)[strategy.rank :: 2]).square().mean(), optimizer)
         checkpoint.save()
         checkpoint.close()
-        return {
-            "nested": whole(state_of(model, optimizer)),
-            "flat": whole(state_of(model, optimizer, FLAT)),
-            "step": f"{folder}/step-0000000002",
-        }
+        return {"state": whole(state_of(model, optimizer)), "step": f"{folder}/step-0000000002"}
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +104,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def load_sharded(folder: str) -> dict[str, Any]:
     """Read the checkpoint as a script of FSDP's does."""
     dist.init_process_group("gloo")
-    found = {}
-    for name, options in (("nested", NESTED), ("flat", FLAT)):
-        model, optimizer = made(1, shard=True)
-        state = state_of(model, optimizer, options)
-        dcp.load(state, checkpoint_id=folder)
-        found[name] = whole(state)
+    state = state_of(*made(1, shard=True))
+    dcp.load(state, checkpoint_id=folder)
+    found: dict[str, Any] = whole(state)
     dist.destroy_process_group()
     return found
 
@@ -131,31 +116,29 @@ Saved = tuple[Path, dict[str, Any]]
 
 def test_torch_loads_a_checkpoint_as_it_is(saved: Saved, tmp_path: Path) -> None:
     folder = saved[1]["step"]
-    found = run_ranks(load_sharded, folder)[0]
-    for name in ("nested", "flat"):
-        assert_equal(found[name], saved[1][name])
+    assert_equal(run_ranks(load_sharded, folder)[0], saved[1]["state"])
     # Into a model that is not sharded, without processes.
     model, _ = made(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         dcp.load({"model": (state := model.state_dict())}, checkpoint_id=folder, no_dist=True)
         dcp_to_torch_save(folder, tmp_path / "all.pt")
-    assert_equal(dict(state), saved[1]["nested"]["model"])
+    assert_equal(dict(state), saved[1]["state"]["model"])
     converted = torch.load(tmp_path / "all.pt")
-    assert_equal(converted["model"], saved[1]["nested"]["model"])
-    assert_equal(converted["optimizer"]["state"], saved[1]["nested"]["optimizer"]["state"])
+    assert_equal(converted["model"], saved[1]["state"]["model"])
+    assert_equal(converted["optimizer"]["state"], saved[1]["state"]["optimizer"]["state"])
 
 
 def write_plainly(folder: str) -> dict[str, Any]:
-    """Train and save as a script of FSDP's does: with torch's names, and as torchtitan names the keys."""
+    """Train and save as a script of FSDP's does, and with a model that has no name, as torchtitan saves it."""
     dist.init_process_group("gloo")
     model, optimizer = made(0, shard=True)
     for step in range(2):
         plain_step(model, optimizer, step)
     state = state_of(model, optimizer)
-    dcp.save(state, checkpoint_id=f"{folder}/nested")
-    flat = state_of(model, optimizer, FLAT)["optimizer"]
-    dcp.save({**state["model"], "optimizer": flat, "train_state": {"step": 2}}, checkpoint_id=f"{folder}/flat")
+    dcp.save(state, checkpoint_id=f"{folder}/named")
+    others = {"optimizer": state["optimizer"], "train_state": {"step": 2}}
+    dcp.save({**state["model"], **others}, checkpoint_id=f"{folder}/unnamed")
     plain_step(model, optimizer, 2)
     trained: dict[str, Any] = whole(state_of(model, optimizer))
     dist.destroy_process_group()
@@ -183,7 +166,7 @@ def continue_from(source: str, backend: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "backend"), [("nested", "single"), ("nested", "fsdp"), ("flat", "fsdp")])
+@pytest.mark.parametrize(("name", "backend"), [("named", "single"), ("unnamed", "fsdp")])
 def test_a_run_continues_what_torch_has_written(plain: Saved, name: str, backend: str, tmp_path: Path) -> None:
     source = str(plain[0] / name)
     for found in run_ranks(continue_from, source, backend, str(tmp_path), nprocs=1 if backend == "single" else 2):
@@ -208,7 +191,7 @@ def test_other_parameters_and_names_are_refused(plain: Saved, strategy: unitrain
     ):
         checkpoint = strategy.checkpoint(tmp_path / folder, **objects)
         with pytest.raises(CheckpointError, match=said):
-            checkpoint.resume(plain[0] / "nested")
+            checkpoint.resume(plain[0] / "named")
         checkpoint.close()
 
 
@@ -233,7 +216,7 @@ def test_damaged_checkpoints_are_refused_and_run_no_code(
     plain: Saved, strategy: unitrain.Strategy, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(plain[0] / "nested", tmp_path / "dcp")
+    shutil.copytree(plain[0] / "named", tmp_path / "dcp")
     DAMAGES[damage](tmp_path / "dcp" / ".metadata", tmp_path / "dcp" / "__0_0.distcp")
     model, optimizer = strategy.prepare(*made(1))
     checkpoint = strategy.checkpoint(tmp_path / "run", model=model, optimizer=optimizer)
@@ -255,18 +238,13 @@ MADE: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def stored_at(folder: Path, metadata: bytes) -> Stored:
-    return Stored(Located(Disk(folder), "", Manifest(step=0, strategy={}, config={}, files={})), metadata)
-
-
 @pytest.mark.parametrize("name", MADE)
 def test_tensors_that_torch_has_written_are_read_with_their_elements(name: str, tmp_path: Path) -> None:
     state = {f"{name}.{number}": MADE[name]() for number in range(3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    stored = stored_at(tmp_path, (tmp_path / METADATA).read_bytes())
-    targets = {key: stored.layout[key].new() for key in state}
-    stored.read({key: (target, Region.rows(0, target)) for key, target in targets.items()})
-    for key, target in targets.items():
-        assert torch.equal(target, state[key])
+    located = Located(Disk(tmp_path), "", Manifest(step=0, strategy={}, config={}, files={}))
+    stored = Stored(located, (tmp_path / METADATA).read_bytes())
+    for key, value in state.items():
+        assert torch.equal(stored.whole(key), value)

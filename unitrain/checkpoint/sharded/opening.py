@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
+from unitrain.checkpoint.names import GROUPS, numbered_state
 from unitrain.checkpoint.sharded.dcp import METADATA, Stored
 from unitrain.checkpoint.store.folder import BEST, Folder
 from unitrain.checkpoint.store.located import (
@@ -197,7 +197,7 @@ def _opened(located: Located) -> OpenCheckpoint:
         name = located.file_name(METADATA)
         with located.store.file(name) if not names else verified(located, METADATA) as path:
             stored = Stored(located, path.read_bytes())
-        unlisted = {piece.file for entry in stored.layout.values() for piece in entry.pieces} - names.keys()
+        unlisted = {info.relative_path for info in stored.metadata.storage_data.values()} - names.keys()
         if names and unlisted:
             raise DamagedError(f"{located}: its manifest lacks {min(unlisted)}")
         states, keys = _states(stored)
@@ -211,22 +211,19 @@ def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
 
     What is under no name, as some tools save models, is returned under "".
     """
-    by_name: dict[str, dict[Keys, str]] = {}
-    for key, entry in stored.layout.items():
-        name, path = (entry.path[0], entry.path[1:]) if len(entry.path) > 1 else ("", entry.path)
-        by_name.setdefault(name, {})[path] = key
-    states, names = {}, {}
-    for name, keys in by_name.items():
-        if any(path[0] == GROUPS for path in keys):  # the rest of the options are given again, for each parameter
-            keys = {path: key for path, key in keys.items() if not path[0].startswith(f"{GROUPS}.")}
-        values = {path: _value(stored, key) for path, key in keys.items()}
-        if any(path[0].split(".")[0] == GROUPS for path in keys):
-            states[name], names[name] = numbered(values)
-        else:
-            states[name] = {joined(path): value for path, value in values.items()}
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    forms = stored.metadata.state_dict_metadata
+    values = {
+        key: Form(stored.empty(key, "meta"), key) if hasattr(form, "size") else stored.value(key)
+        for key, form in forms.items()
+    }
+    states = unflatten_state_dict(values, stored.metadata.planner_data or {key: (key,) for key in values})
+    unnamed = {name: states.pop(name) for name in [*states] if not isinstance(states[name], dict)}
+    if unnamed:
+        states[""] = unnamed
+    names = {}
+    for name, state in states.items():
+        if GROUPS in state:
+            states[name], names[name] = numbered_state(state)
     return states, names
-
-
-def _value(stored: Stored, key: str) -> Any:
-    entry = stored.layout[key]
-    return stored.value(key) if entry.dtype is None else Form(entry.new("meta"), key)

@@ -52,7 +52,7 @@ class Written(BaseModel):
     writers: Annotated[int, Field(ge=1)]
     about: dict[str, Any]
     files: dict[FileName, Described]
-    layout: dict[str, Any]
+    pieces: list[Any]
 
 
 class Note(NamedTuple):
