@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unitrain.checkpoint.names import GROUPS, numbered_state
 from unitrain.checkpoint.sharded.dcp import METADATA, Stored
-from unitrain.checkpoint.store.folder import BEST, Folder
+from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import (
     RUN,
     DamagedError,
@@ -70,7 +70,7 @@ class Search:
                 print_stderr(f"unitrain: skipping an incomplete checkpoint: {shown} has no {NAME}")
             for step in folder.steps():
                 yield partial(folder.find, step)
-        elif path != BEST:
+        elif path != "best":
             self._wanted = "the checkpoint"
             yield partial(_named, path, folder)
         elif (newest := Search(folder).next(lambda located: located)) is not None:

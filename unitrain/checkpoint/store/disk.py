@@ -85,16 +85,6 @@ class Disk(Store):
     def file(self, name: str) -> Iterator[Path]:
         yield self.root / name
 
-    def point(self, name: str, folder: str | None) -> None:
-        link = self.root / name
-        if os.path.lexists(link) and not link.is_symlink():
-            raise OSError("there is a file or a folder of this name")
-        if folder is None:
-            link.unlink(missing_ok=True)
-        elif not link.is_symlink() or os.readlink(link) != folder:
-            with self.draft(name) as draft:
-                draft.symlink_to(folder)
-
     def probe(self, needed: int) -> None:
         with self.explained(f"checkpoints can't be written to {self}"):
             self.make()
@@ -129,7 +119,7 @@ class Disk(Store):
 
     def unmake(self, folder: str) -> None:
         path = self.root / folder
-        if path.is_symlink() or not path.is_dir():
+        if not path.is_dir():
             path.unlink(missing_ok=True)
         else:
             (path / NAME).unlink(missing_ok=True)

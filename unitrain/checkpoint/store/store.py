@@ -61,7 +61,7 @@ class Store(Protocol):
         """Remove a file. A missing one is no error."""
 
     def unmake(self, folder: str) -> None:
-        """Remove the folder of a checkpoint, its manifest first, or a link to one. A missing one is no error."""
+        """Remove the folder of a checkpoint, its manifest first. A missing one is no error."""
 
     def modified(self, name: str) -> float:
         """Return when a file was written, in seconds by the clock of where it is."""
@@ -112,10 +112,6 @@ class Store(Protocol):
                 raise
             except Exception as error:
                 raise refusal(name.rpartition("/")[2].removesuffix(".pt"), value, error) from error
-
-    def point(self, name: str, folder: str | None) -> None:
-        """Make a name on a disk a link to a folder, or remove it if ``folder`` is None. Object stores have no links."""
-        return
 
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""
