@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unitrain import rng
-from unitrain.checkpoint.names import GROUPS, Name, keys_of, numbers_before
+from unitrain.checkpoint.names import GROUPS, numbers_before, numbers_of
 from unitrain.checkpoint.objects import (
     NEW_RUN,
     DictPart,
@@ -60,7 +60,7 @@ class RunPart(ObjectPart):
     readers: Communicator
     step: TrainingStep
     states: States
-    names: Callable[[], dict[str, list[Name] | None]]
+    names: Callable[[], dict[str, list[str]]]
     classes: Mapping[str, str]
     seed: int
     restored: Callable[[], None]
@@ -158,7 +158,7 @@ class Contents:
         originals = {**objects, **self.modules}
         self._of_features = [part for make in self._sockets.parts if (part := make(originals)) is not None]
         # Not of self: a cycle would keep the models of a run.
-        self.names: Callable[[], dict[str, list[Name] | None]] = partial(_names, self.modules, self.optimizers)
+        self.names: Callable[[], dict[str, list[str]]] = partial(_names, self.modules, self.optimizers)
         self._run.names = self.names
         self._run.classes = {name: part.class_name for name, part in {**self.optimizers, **self.schedulers}.items()}
 
@@ -264,17 +264,16 @@ class Contents:
         outlines = view.outlines
         for name, now in self.names().items():
             saved = outlines[RUN]["names"].get(name)
-            if saved is None or now is None or saved == keys_of(None, len(saved)):
+            if saved is None or numbers_of(len(now)) in (saved, now):
                 continue  # there are only numbers to go by
-            named = keys_of(now, len(now)) if isinstance(saved[0], str) else now
-            if saved != named:
-                order = numbers_before(name, outlines[name][GROUPS], saved, named)
+            if saved != now:
+                order = numbers_before(name, outlines[name][GROUPS], saved, now)
                 parts: list[StatePart] = [self.of_objects[name], *self._of_features]
                 for states in (outlines,) if view.saved is None else (outlines, view.saved.parts):
                     states.update(
                         {part.key: part.in_order(states[part.key], name, order) for part in parts if part.key in states}
                     )
-                outlines[RUN]["names"][name] = named
+                outlines[RUN]["names"][name] = now
 
     def replaced_options(self, view: CheckpointView, names: Set[str], *, new_options: bool) -> list[str]:
         """Return which options of the script the states of a checkpoint replace, for a message.
@@ -348,6 +347,6 @@ def _warn_of_unknown(name: str) -> None:
     print_stderr(f"unitrain: the checkpoint has the state of {name}, which this run does not use: it is left out.")
 
 
-def _names(modules: Mapping[str, nn.Module], optimizers: Mapping[str, OptimizerPart]) -> dict[str, list[Name] | None]:
+def _names(modules: Mapping[str, nn.Module], optimizers: Mapping[str, OptimizerPart]) -> dict[str, list[str]]:
     """Return the names of the parameters of each optimizer."""
     return {name: part.names(modules) for name, part in optimizers.items()}

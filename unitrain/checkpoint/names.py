@@ -16,27 +16,30 @@ from torch.optim import Optimizer
 from unitrain.errors import CheckpointError
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-Name = list[str]  # the name of the object that has a parameter, and the parameter's name in the object
 
 
-def names_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> list[Name] | None:
-    """Return the names of an optimizer's parameters, in the order of its groups; None if no module has one of them."""
+def names_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of an optimizer's parameters, in the order of its groups, as DCP has them.
+
+    They are those in their model, if it is one model, and numbers if no module has one of them.
+    """
     # Sorted, so that a parameter of two modules has the same name however a script orders them.
-    names = {p: [name, key] for name in sorted(modules) for key, p in modules[name].named_parameters()}
-    of_groups = [names.get(parameter) for group in optimizer.param_groups for parameter in group[PARAMS]]
-    return [name for name in of_groups if name is not None] if all(of_groups) else None
-
-
-def keys_of(names: Sequence[Name] | None, parameters: int) -> list[str]:
-    """Return DCP's names of an optimizer's parameters: as their model has them, if it is one model; else numbers."""
-    if names is None:
-        return [str(number) for number in range(parameters)]
+    owned = {p: (name, key) for name in sorted(modules) for key, p in modules[name].named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+    if not owned.keys() >= set(parameters):
+        return numbers_of(len(parameters))
+    names = [owned[parameter] for parameter in parameters]
     one_owner = len({owner for owner, _ in names}) == 1
-    return [name if one_owner else f"{owner}.{name}" for owner, name in names]
+    return [key if one_owner else f"{owner}.{key}" for owner, key in names]
+
+
+def numbers_of(parameters: int) -> list[str]:
+    """Return the names of so many parameters that no module has."""
+    return [str(number) for number in range(parameters)]
 
 
 def numbers_before(
-    optimizer: str, groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], now: Sequence[Any]
+    optimizer: str, groups: Sequence[Mapping[str, Any]], saved: Sequence[str], now: Sequence[str]
 ) -> list[int]:
     """Return the number in a saved state of each parameter of this run, given their names then and now.
 
@@ -44,8 +47,8 @@ def numbers_before(
     """
     order: list[int] = []
     for group in groups:
-        numbers = {_shown(saved[number]): number for number in group[PARAMS]}
-        for name in map(_shown, now[len(order) : len(order) + len(group[PARAMS])]):
+        numbers = {saved[number]: number for number in group[PARAMS]}
+        for name in now[len(order) : len(order) + len(group[PARAMS])]:
             if name not in numbers:
                 raise CheckpointError(
                     f"{optimizer} has {name} in this run, but not in the same parameter group of the checkpoint: give "
@@ -53,10 +56,6 @@ def numbers_before(
                 )
             order.append(numbers[name])
     return order
-
-
-def _shown(name: str | Name) -> str:
-    return name if isinstance(name, str) else ".".join(name)
 
 
 def in_order(state: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint.names import GROUPS, PARAMS, Name, in_order, names_of
+from unitrain.checkpoint.names import GROUPS, PARAMS, in_order, names_of
 from unitrain.checkpoint.store.torch_files import plain
 from unitrain.checkpoint.writer import snapshot
 from unitrain.communication.communicator import Communicator
@@ -164,7 +164,7 @@ class OptimizerPart(ObjectPart):
         state = self._value.state_dict()
         return {**state, GROUPS: plain(state[GROUPS])}
 
-    def names(self, modules: Mapping[str, nn.Module]) -> list[Name] | None:
+    def names(self, modules: Mapping[str, nn.Module]) -> list[str]:
         """Return the names of the optimizer's parameters in modules."""
         return names_of(self.optimizer, modules)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from unitrain.checkpoint.names import GROUPS, PARAMS, STATE, Name, keys_of, named_state
+from unitrain.checkpoint.names import GROUPS, PARAMS, STATE, named_state
 from unitrain.checkpoint.sharded.dcp import METADATA, Keys, Piece, to_bytes, write
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.checkpoint.store.located import store_at
@@ -112,7 +112,7 @@ def divided(
     communicator: Communicator,
     parts: Mapping[str, Any],
     modules: Iterable[str],
-    optimizers: Mapping[str, list[Name] | None],
+    optimizers: Mapping[str, list[str]],
 ) -> Portion:
     """Split states into those that rank 0 writes and this rank's shards of modules and optimizers. Collective.
 
@@ -130,10 +130,8 @@ def divided(
     for name in modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
     for name, names in optimizers.items():
-        state = parts[name]
-        keys = keys_of(names, sum(len(group[PARAMS]) for group in state[GROUPS]))
-        ranks = dict(zip(keys, owners(communicator, state[STATE], len(keys)), strict=True))
-        values, paths = flatten_state_dict({name: named_state(state, keys)})
+        ranks = dict(zip(names, owners(communicator, parts[name][STATE], len(names)), strict=True))
+        values, paths = flatten_state_dict({name: named_state(parts[name], names)})
         _add(communicator, shards, plain, ((paths[key], value) for key, value in values.items()), ranks)
     if not communicator.sharding.of_parameters:
         # All plain values are in rank 0's file, since rank 0 reads them when a run is resumed.
