@@ -128,12 +128,6 @@ def test_a_lock_that_can_not_be_read_is_taken_when_nobody_touches_it(tmp_path: P
     assert not (tmp_path / NAME).exists()
 
 
-def test_a_pipe_is_no_lock(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / NAME)
-    with pytest.raises(CheckpointError, match=r"\.lock can't be read: .*not a regular file.*, remove it"):
-        Lock(Disk(tmp_path))
-
-
 def test_a_lock_that_was_taken_is_not_given_back(tmp_path: Path) -> None:
     first = Lock(Disk(tmp_path))
     second = Lock(Disk(tmp_path))  # of the same process, whose first checkpoint was never closed

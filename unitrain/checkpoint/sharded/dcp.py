@@ -11,7 +11,7 @@ import gc
 import io
 import pickle
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from unitrain.checkpoint.store.located import DamagedError, Located, unreadable, verified
+from unitrain.checkpoint.store.located import DamagedError, Located, intact, verified
 from unitrain.checkpoint.store.torch_files import reason, save_without_crc
 from unitrain.errors import CheckpointError
 
@@ -203,7 +203,7 @@ class Stored:
         from torch.distributed.checkpoint import DefaultLoadPlanner
 
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        with _readable():
+        with intact("a file of the checkpoint"):
             planner.set_up_planner(tensors, self.metadata)
             for item in planner.create_local_plan().items:
                 ends = map(sum, zip(item.storage_offsets, item.lengths, strict=True))
@@ -234,16 +234,5 @@ class Stored:
         """Return a plain value. Raises the errors of ``read``."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
-        with _readable():
+        with intact("a file of the checkpoint"):
             return self._loaded(MetadataIndex(key))
-
-
-@contextmanager
-def _readable() -> Iterator[None]:
-    """Raise other errors than a DamagedError and a CheckpointError as one of them."""
-    try:
-        yield
-    except (DamagedError, CheckpointError):
-        raise
-    except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-        raise unreadable("a file of the checkpoint", error) from error

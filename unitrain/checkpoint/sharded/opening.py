@@ -20,11 +20,10 @@ from unitrain.checkpoint.store.located import (
     Manifest,
     NotACheckpointError,
     checkpoint_at,
+    intact,
     store_at,
-    unreadable,
     verified,
 )
-from unitrain.checkpoint.store.store import NAME
 from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.communication.state_transfer import Form
 from unitrain.errors import CheckpointError
@@ -66,8 +65,6 @@ class Search:
         if self._only:
             return
         if path is None:
-            for shown in folder.incomplete():
-                print_stderr(f"unitrain: skipping an incomplete checkpoint: {shown} has no {NAME}")
             for step in folder.steps():
                 yield partial(folder.find, step)
         elif path != "best":
@@ -171,23 +168,16 @@ def opened(located: Located) -> OpenCheckpoint:
     Tensors are read from the disk when they are used. Pickled code is refused, and never run. A file that is missing or
     changed is a DamagedError.
     """
-    try:
+    with intact(str(located)):
         return _opened(located)
-    except (DamagedError, CheckpointError):
-        raise
-    except Exception as error:  # files that are not as they were written end in many kinds of exceptions
-        raise DamagedError(f"{located}: its files are no checkpoint: {type(error).__name__}: {error}") from error
 
 
 def _opened(located: Located) -> OpenCheckpoint:
     names, files = located.manifest.files, MappedFiles()
     parts: dict[str, Any] = {}
     for name in (name for name in names if name.endswith(".pt")):
-        with verified(located, name) as path:
-            try:
-                parts[name.removesuffix(".pt")] = files.load(path)
-            except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-                raise unreadable(located.store.shown(located.file_name(name)), error) from error
+        with verified(located, name) as path, intact(located.store.shown(located.file_name(name))):
+            parts[name.removesuffix(".pt")] = files.load(path)
     run = parts.setdefault(RUN, {} if names else {"steps": 0, "random": {"sizes": []}, "names": "{}"})
     if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
         raise DamagedError(f"{located}: {RUN}.pt is missing, or lacks what a run needs to continue")

@@ -91,11 +91,6 @@ class Folder:
         """Return the steps that have a checkpoint, newest first. It may be damaged, but is not half written."""
         return sorted(self._complete(), reverse=True)
 
-    def incomplete(self) -> list[str]:
-        """Return the paths or URLs of folders that look like a checkpoint's, but have no manifest."""
-        names = [name for name in self._names() if FOLDER.fullmatch(name)]
-        return [self.store.shown(name) for name in names if NAME not in self._names(name)]
-
     def find(self, step: int) -> Located:
         """Return the checkpoint of a step, without verifying its files. Raises DamagedError as ``locate`` does."""
         return locate(self.store, self._at(step))

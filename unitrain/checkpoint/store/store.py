@@ -61,7 +61,7 @@ class Store(Protocol):
         """Remove a file. A missing one is no error."""
 
     def unmake(self, folder: str) -> None:
-        """Remove the folder of a checkpoint, its manifest first. A missing one is no error."""
+        """Remove the folder of a checkpoint, its manifest first, or a link to one. A missing one is no error."""
 
     def modified(self, name: str) -> float:
         """Return when a file was written, in seconds by the clock of where it is."""
