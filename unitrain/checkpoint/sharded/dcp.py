@@ -111,15 +111,8 @@ def _check_is_whole(metadata: Metadata) -> None:
 
 
 _MODULE = "torch.distributed.checkpoint.metadata"
-# Plain classes of torch, dtypes, sizes, and paths.
+# Plain classes of torch, and paths.
 _ALLOWED = {
-    (_MODULE, "BytesStorageMetadata"),
-    (_MODULE, "ChunkStorageMetadata"),
-    (_MODULE, "Metadata"),
-    (_MODULE, "MetadataIndex"),
-    (_MODULE, "StorageMeta"),
-    (_MODULE, "TensorProperties"),
-    (_MODULE, "TensorStorageMetadata"),
     (_MODULE, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
@@ -133,7 +126,10 @@ _ALLOWED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        from torch.distributed.checkpoint import metadata
+
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED or (module == _MODULE and name in metadata.__all__):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 

@@ -169,31 +169,27 @@ def opened(located: Located) -> OpenCheckpoint:
     changed is a DamagedError.
     """
     with intact(str(located)):
-        return _opened(located)
-
-
-def _opened(located: Located) -> OpenCheckpoint:
-    names, files = located.manifest.files, MappedFiles()
-    parts: dict[str, Any] = {}
-    for name in (name for name in names if name.endswith(".pt")):
-        with verified(located, name) as path, intact(located.store.shown(located.file_name(name))):
-            parts[name.removesuffix(".pt")] = files.load(path)
-    run = parts.setdefault(RUN, {} if names else {"steps": 0, "random": {"sizes": []}, "names": "{}"})
-    if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
-        raise DamagedError(f"{located}: {RUN}.pt is missing, or lacks what a run needs to continue")
-    run["names"] = json.loads(run["names"])
-    stored: Stored | None = None
-    if METADATA in names or not names:
-        name = located.file_name(METADATA)
-        with located.store.file(name) if not names else verified(located, METADATA) as path:
-            stored = Stored(located, path.read_bytes())
-        unlisted = {info.relative_path for info in stored.metadata.storage_data.values()} - names.keys()
-        if names and unlisted:
-            raise DamagedError(f"{located}: its manifest lacks {min(unlisted)}")
-        states, keys = _states(stored)
-        run["names"].update(keys)
-        parts = {**states, **parts}
-    return OpenCheckpoint(located, parts, stored, files)
+        names, files = located.manifest.files, MappedFiles()
+        parts: dict[str, Any] = {}
+        for name in (name for name in names if name.endswith(".pt")):
+            with verified(located, name) as path, intact(located.store.shown(located.file_name(name))):
+                parts[name.removesuffix(".pt")] = files.load(path)
+        run = parts.setdefault(RUN, {} if names else {"steps": 0, "random": {"sizes": []}, "names": "{}"})
+        if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
+            raise DamagedError(f"{located}: {RUN}.pt is missing, or lacks what a run needs to continue")
+        run["names"] = json.loads(run["names"])
+        stored: Stored | None = None
+        if METADATA in names or not names:
+            name = located.file_name(METADATA)
+            with located.store.file(name) if not names else verified(located, METADATA) as path:
+                stored = Stored(located, path.read_bytes())
+            unlisted = {info.relative_path for info in stored.metadata.storage_data.values()} - names.keys()
+            if names and unlisted:
+                raise DamagedError(f"{located}: its manifest lacks {min(unlisted)}")
+            states, keys = _states(stored)
+            run["names"].update(keys)
+            parts = {**states, **parts}
+        return OpenCheckpoint(located, parts, stored, files)
 
 
 def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:

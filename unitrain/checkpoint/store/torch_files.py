@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 from xxhash import xxh3_128
 
-from unitrain.communication.state_transfer import leaves
 from unitrain.communication.structure import tensors
 
 _libc = ctypes.CDLL(None)
@@ -53,14 +52,20 @@ def refusal(name: str, value: Any, error: Exception) -> Exception:
 
 def _misfit(place: str, value: Any) -> str:
     """Return where the first object is that can't be in a file, and its class; "" if there is none."""
-    for path, leaf in leaves(value):
-        content = io.BytesIO()
-        try:
-            if not isinstance(leaf, Tensor):
-                torch.save(leaf, content)
-                torch.load(io.BytesIO(content.getvalue()), weights_only=True)
-        except Exception:  # pickling may raise any exception
-            return f"{place}{''.join(f'[{key!r}]' for key in path)} is a {type(leaf).__name__}"
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        if misfit := _misfit(f"{place}[{key!r}]", item):
+            return misfit
+    content = io.BytesIO()
+    try:
+        if isinstance(value, dict):
+            value = copy.copy(value)
+            value.clear()
+        if not isinstance(value, Tensor) and type(value) is not list:
+            torch.save(value, content)
+            torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+    except Exception:  # pickling may raise any exception
+        return f"{place} is a {type(value).__name__}"
     return ""
 
 
