@@ -246,8 +246,8 @@ class MemoryCopies(StepHook, CheckpointHook):
             self.active = False
             if self._ranks.is_main:
                 print_stderr(
-                    f"unitrain: no more copies of the state in memory: {why.removesuffix('.')}. A failure costs what was trained since "
-                    "the last checkpoint."
+                    f"unitrain: no more copies of the state in memory: {why.removesuffix('.')}. A failure costs what "
+                    "was trained since the last checkpoint."
                 )
         return bool(why)
 
