@@ -14,7 +14,7 @@ from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.hooks import Candidate, CheckpointHook
 from unitrain.checkpoint.origin import Origin
 from unitrain.checkpoint.sharded.loading import CheckpointView, open_on_all
-from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
+from unitrain.checkpoint.sharded.opening import Search, best_beside, best_in, opened
 from unitrain.checkpoint.sharded.saving import Portion, divided, gathered, shared_store
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import Located, store_at
@@ -402,12 +402,8 @@ class Checkpoint:
 
         Raises CheckpointError if it does not fit this run.
         """
-        ranks, contents = self._communicator, self.contents
-
-        def fitted(located: Located) -> OpenCheckpoint:
-            return contents.fitted(opened(located))
-
-        while (view := open_on_all(ranks, lambda: search.next(fitted))) is not None:
+        ranks = self._communicator
+        while (view := open_on_all(ranks, lambda: search.next(opened))) is not None:
             changed = self._origin.changed_settings(view.manifest)
             if changed and not force:
                 raise CheckpointError(

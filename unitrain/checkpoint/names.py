@@ -73,10 +73,10 @@ def named_state(state: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]
     return {**state, STATE: states, GROUPS: groups}
 
 
-def numbered_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return an optimizer's state as ``state_dict`` has it, and the names of its parameters, given it as DCP has it."""
+def numbered_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state as ``state_dict`` has it, given it as DCP has it."""
     keys = [key for group in state[GROUPS] for key in group[PARAMS]]
     numbers = {key: number for number, key in enumerate(keys)}
     states = {numbers[key]: values for key, values in state.get(STATE, {}).items()}
     groups = [{**group, PARAMS: [numbers[key] for key in group[PARAMS]]} for group in state[GROUPS]]
-    return {**state, STATE: states, GROUPS: groups}, keys
+    return {**state, STATE: states, GROUPS: groups}

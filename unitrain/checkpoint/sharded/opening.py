@@ -17,11 +17,9 @@ from unitrain.checkpoint.store.located import (
     RUN,
     DamagedError,
     Located,
-    Manifest,
     NotACheckpointError,
     checkpoint_at,
     intact,
-    store_at,
     verified,
 )
 from unitrain.checkpoint.store.torch_files import MappedFiles
@@ -115,12 +113,6 @@ def _named(path: str | Path, folder: Folder) -> Located:
     try:
         return checkpoint_at(path)
     except NotACheckpointError as error:
-        store = store_at(path)
-        try:
-            if METADATA in store.list():  # of another tool
-                return Located(store, "", Manifest(step=0, strategy={}, config={}, files={}))
-        except OSError:
-            pass
         raise CheckpointError(
             f"{path} {error}, so it can't be resumed from. Name the folder of one checkpoint, {folder}/step-N, or None "
             f"for the newest in {folder}."
@@ -174,29 +166,23 @@ def opened(located: Located) -> OpenCheckpoint:
         for name in (name for name in names if name.endswith(".pt")):
             with verified(located, name) as path, intact(located.store.shown(located.file_name(name))):
                 parts[name.removesuffix(".pt")] = files.load(path)
-        run = parts.setdefault(RUN, {} if names else {"steps": 0, "random": {"sizes": []}, "names": "{}"})
+        run = parts.get(RUN)
         if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
             raise DamagedError(f"{located}: {RUN}.pt is missing, or lacks what a run needs to continue")
         run["names"] = json.loads(run["names"])
         stored: Stored | None = None
-        if METADATA in names or not names:
-            name = located.file_name(METADATA)
-            with located.store.file(name) if not names else verified(located, METADATA) as path:
+        if METADATA in names:
+            with verified(located, METADATA) as path:
                 stored = Stored(located, path.read_bytes())
             unlisted = {info.relative_path for info in stored.metadata.storage_data.values()} - names.keys()
-            if names and unlisted:
+            if unlisted:
                 raise DamagedError(f"{located}: its manifest lacks {min(unlisted)}")
-            states, keys = _states(stored)
-            run["names"].update(keys)
-            parts = {**states, **parts}
+            parts = {**_states(stored), **parts}
         return OpenCheckpoint(located, parts, stored, files)
 
 
-def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the states of objects, with forms in place of tensors, and the keys of optimizers' parameters, by name.
-
-    What is under no name, as some tools save models, is returned under "".
-    """
+def _states(stored: Stored) -> dict[str, Any]:
+    """Return the states of modules and optimizers by name, with forms in place of tensors."""
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
     forms = stored.metadata.state_dict_metadata
@@ -204,12 +190,5 @@ def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
         key: Form(stored.empty(key, "meta"), key) if hasattr(form, "size") else stored.value(key)
         for key, form in forms.items()
     }
-    states = unflatten_state_dict(values, stored.metadata.planner_data or {key: (key,) for key in values})
-    unnamed = {name: states.pop(name) for name in [*states] if not isinstance(states[name], dict)}
-    if unnamed:
-        states[""] = unnamed
-    names = {}
-    for name, state in states.items():
-        if GROUPS in state:
-            states[name], names[name] = numbered_state(state)
-    return states, names
+    states = unflatten_state_dict(values, stored.metadata.planner_data)
+    return {name: numbered_state(state) if GROUPS in state else state for name, state in states.items()}
