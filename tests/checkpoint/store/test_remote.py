@@ -160,33 +160,18 @@ def test_an_upload_that_was_cut_is_no_checkpoint_and_makes_room(strategy: Strate
     assert run.save(4).folders == ["step-mine", "step-0000000004", "step-0000000002"]
 
 
-SPOILED: dict[str, tuple[Callable[[str], None], str]] = {
-    "cut": (
-        lambda folder: put(f"{folder}/model.pt", get(f"{folder}/model.pt")[:-1]),
-        r"step-0000000002/model\.pt: \d+ bytes instead of \d+",
-    ),
-    "missing": (lambda folder: drop(f"{folder}/model.pt"), r"step-0000000002/model\.pt does not exist"),
-    "other bytes": (
-        lambda folder: put(f"{folder}/model.pt", get(f"{folder}/model.pt")[::-1]),
-        r"step-0000000002/model\.pt: its XXH3-128 does not match",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("url", "case"), [("s3", "missing"), *(("memory", case) for case in SPOILED)], indirect=["url"]
-)
 def test_the_checkpoint_before_a_damaged_one_is_taken(
-    strategy: Strategy, url: str, case: str, capsys: pytest.CaptureFixture[str]
+    strategy: Strategy, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoil, said = SPOILED[case]
     run = Run(strategy, url).save(1, 2)
-    spoil(f"{url}/step-0000000002")
+    part = f"{url}/step-0000000002/model.pt"
+    put(part, get(part)[::-1])
     assert run.resumed() == 1
     line, resumed = capsys.readouterr().err.splitlines()
     assert resumed == f"unitrain: resumed after step 1, from {url}/step-0000000001"
-    assert line.startswith(f"unitrain: skipping a damaged checkpoint: {url}")
-    with pytest.raises(CheckpointError, match=rf"the checkpoint is damaged: .*{said}"):
+    assert line == f"unitrain: skipping a damaged checkpoint: {part}: its XXH3-128 does not match the manifest"
+    drop(part)
+    with pytest.raises(CheckpointError, match=r"the checkpoint is damaged: .*step-0000000002/model\.pt does not exist"):
         run.checkpoint.resume(f"{url}/step-0000000002")
 
 
@@ -240,15 +225,9 @@ def test_a_library_that_is_missing_is_named(strategy: Strategy, monkeypatch: pyt
         strategy.checkpoint("s4://bucket/run", model=nn.Linear(1, 1))
 
 
-def test_credentials_that_are_missing_or_wrong_are_named(
-    strategy: Strategy, server: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch
+def test_credentials_that_are_missing_are_named(
+    strategy: Strategy, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.request("POST", "/moto-api/reset-auth", b"0")
-    try:
-        with pytest.raises(CheckpointError, match=rf"{s3_url} can't be listed: PermissionError: "):
-            strategy.checkpoint(s3_url, model=nn.Linear(1, 1))
-    finally:
-        server.request("POST", "/moto-api/reset-auth", b"inf")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
