@@ -87,11 +87,12 @@ class CheckpointView(NamedTuple):
         for path, form, tensor in triples:
             key, sharded = str(form.key), ranks.sharding.is_sharded(tensor)
             owner = owned[path[1]] if owned and path[0] == STATE else None
-            is_sent = not self.each or (owner is None and not sharded)
-            if is_sent:
+            is_read = sharded or owner == ranks.rank
+            if not self.each or (owner is None and not sharded):
                 sent[key] = tensor
-            # What rank 0 sends of a sharded tensor, it reads when it is sent.
-            if ranks.is_main and not sharded and not tensor.is_meta if is_sent else sharded or owner == ranks.rank:
+                # Rank 0 reads a sharded tensor when it is sent.
+                is_read = ranks.is_main and not sharded and not tensor.is_meta
+            if is_read:
                 reads[key] = tensor
         self._read(reads)
         if ranks.world_size > 1:
