@@ -29,7 +29,7 @@ from shared.report import Found, table
 from shared.workloads import OnlyParameters
 from unitrain.checkpoint.contents import RunPart
 from unitrain.checkpoint.names import names_of
-from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Piece, Region, from_bytes
+from unitrain.checkpoint.sharded.dcp import METADATA, Piece, from_bytes
 from unitrain.checkpoint.sharded.saving import NOTE, awaited_note, joined_files
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
@@ -148,7 +148,7 @@ def notes(ranks: int, folder: Path) -> Action:
     draft = Draft(Disk(folder), ".")
     for rank in range(ranks):
         file = {f"__{rank}_0.distcp": {"size": 10**9, "xxh3": "0" * 32}}
-        (folder / NOTE.format(rank)).write_text(json.dumps({"files": file, "layout": {}}))
+        (folder / NOTE.format(rank)).write_text(json.dumps({"files": file, "pieces": []}))
 
     def join() -> None:
         files: dict[str, Any] = {}
@@ -162,22 +162,22 @@ def notes(ranks: int, folder: Path) -> Action:
     return join
 
 
-def layouts(pieces: int) -> list[str]:
+def notes_of_pieces(pieces: int) -> list[str]:
     """Return the notes of ranks that each have rows of the same tensors, and as many pieces in all."""
     found, ranks = [], pieces // TENSORS_OF_PIECES
     for rank in range(ranks):
-        layout = {}
-        for number in range(TENSORS_OF_PIECES):
-            piece = Piece(Region((8 * rank, 0), (8, 64)), f"__{rank}_0.distcp", 4096 * number, 3200)
-            path = "model", f"blocks.{number}.weight"
-            layout[".".join(path)] = Entry(path, "float32", (8 * ranks, 64), [piece])
-        found.append(json.dumps({"files": {}, "layout": layout}))
+        shape, offsets, file = (8 * ranks, 64), (8 * rank, 0), f"__{rank}_0.distcp"
+        written = [
+            Piece(("model", f"blocks.{number}.weight"), "float32", shape, offsets, (8, 64), file, 4096 * number, 3200)
+            for number in range(TENSORS_OF_PIECES)
+        ]
+        found.append(json.dumps({"files": {}, "pieces": written}))
     return found
 
 
 def metadata(pieces: int, folder: Path) -> Action:
-    """Join the ranks' layouts to the metadata of a sharded checkpoint, on rank 0."""
-    texts = layouts(pieces)
+    """Join the ranks' notes to the metadata of a sharded checkpoint, on rank 0."""
+    texts = notes_of_pieces(pieces)
     received.append(sum(map(len, texts)))
     return lambda: joined_files(Draft(Disk(folder), "."), map(json.loads, texts))
 

@@ -83,3 +83,25 @@ def test_every_rank_refuses_it(tmp_path: Path, backend: Any) -> None:
     for error, same in run_ranks(train, tmp_path, Adam, 1, backend):
         assert said in error
         assert same
+
+
+def moments(folder: Path, *numbers: int, groups: bool) -> list[Tensor]:
+    """Resume, or train and save, with an optimizer of layers in an order. Return Adam's state of each layer."""
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        weights = [p for n in numbers for p in model[n].parameters()]
+        model, optimizer = strategy.prepare(model, Adam([{"params": [p]} for p in weights] if groups else weights))
+        checkpoint = strategy.checkpoint(folder, background=False, model=model, optimizer=optimizer)
+        if not checkpoint.resume():
+            strategy.step(model(torch.ones(1, 2)).square().sum(), optimizer)
+            checkpoint.save()
+        return [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+
+
+def test_the_state_goes_to_the_parameter_of_its_name(tmp_path: Path) -> None:
+    saved, resumed = (moments(tmp_path / "a", *order, groups=False) for order in ((0, 1), (1, 0)))
+    assert all(map(torch.equal, saved, resumed))
+    assert not torch.equal(*saved)
+    moments(tmp_path / "b", 0, 1, groups=True)
+    with pytest.raises(CheckpointError, match=r"optimizer has 1\.weight in this run, but not in the same parameter gr"):
+        moments(tmp_path / "b", 1, 0, groups=True)

@@ -85,6 +85,13 @@ def test_what_could_not_be_read_is_not_written_and_the_old_file_stays(
     assert [p.name for p in tmp_path.iterdir()] == ["value.pt"]
 
 
+class Runs:
+    """Would leave a folder behind, were it unpickled as pickle does."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
 def test_files_have_the_usual_permissions(strategy: Strategy, tmp_path: Path) -> None:
     """Those that umask gives: a colleague can read a checkpoint as any other file."""
     before = os.umask(0o027)
@@ -95,26 +102,16 @@ def test_files_have_the_usual_permissions(strategy: Strategy, tmp_path: Path) ->
     assert (tmp_path / "value.pt").stat().st_mode & 0o777 == 0o640
 
 
-def replaced(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def apply(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return apply
-
-
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
         (lambda path: path.unlink(), "does not exist"),
         (lambda path: os.truncate(path, path.stat().st_size // 2), "could not be read: "),
-        (lambda path: path.write_bytes(b""), "could not be read: EOFError"),
+        (lambda path: path.write_bytes(b""), "could not be read: "),
         (lambda path: path.write_text("hello world\n"), "could not be read: "),
-        (replaced(Path.mkdir), "could not be read: .*not a regular file"),
-        (replaced(os.mkfifo), "could not be read: .*not a regular file"),
-        (lambda path: torch.save({"model": Mine()}, path), "test_saving.Mine is neither .* pickled code is never run"),
+        (lambda path: torch.save({"model": Runs()}, path), "mkdir is neither .* pickled code is never run"),
     ],
-    ids=["missing", "truncated", "empty", "text", "folder", "pipe", "object"],
+    ids=["missing", "truncated", "empty", "text", "object"],
 )
 def test_a_file_that_is_none_of_ours(
     strategy: Strategy, tmp_path: Path, spoil: Callable[[Path], None], why: str
@@ -126,29 +123,12 @@ def test_a_file_that_is_none_of_ours(
         strategy.load(path)
     assert "value.pt" in str(raised.value)
     assert "weights_only" not in str(raised.value)
+    assert not Path("ran").exists()
 
 
-class Runs:
-    """Would leave a file behind, were it unpickled as pickle does."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path(self.path).touch, ()
-
-
-def test_code_in_a_file_is_not_run(strategy: Strategy, tmp_path: Path) -> None:
-    torch.save(Runs(str(tmp_path / "ran")), tmp_path / "value.pt")
-    with pytest.raises(CheckpointError, match="code is never run"):
-        strategy.load(tmp_path / "value.pt")
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_file_of_an_old_torch_and_parameters_are_loaded(strategy: Strategy, tmp_path: Path) -> None:
-    value = {"weight": nn.Parameter(torch.ones(2)), "rows": torch.arange(4)[::2]}
-    torch.save(value, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    loaded = strategy.load(tmp_path / "old.pt")
+def test_parameters_and_views_are_loaded(strategy: Strategy, tmp_path: Path) -> None:
+    strategy.save({"weight": nn.Parameter(torch.ones(2)), "rows": torch.arange(4)[::2]}, tmp_path / "value.pt")
+    loaded = strategy.load(tmp_path / "value.pt")
     assert isinstance(loaded["weight"], nn.Parameter)
     assert loaded["rows"].tolist() == [0, 2]
 

@@ -20,7 +20,6 @@ from unitrain.commands.doctor import command
 from unitrain.commands.doctor.command import examine
 from unitrain.commands.doctor.probes import PROBES, Finding
 from unitrain.communication.backend import backend_names
-from unitrain.features.memory_copies import memory_store
 from unitrain.launch.local import toolchain
 from unitrain.launch.local.toolchain import small_mpi_environment
 
@@ -208,18 +207,6 @@ def test_a_report_has_settings_and_nothing_personal(
     assert {"NCCL_DEBUG", "UNITRAIN_PRECISION"} <= set(shown["variables, ok"].split(", "))
     assert "local rank 0 of 1, node 0, alone" in shown["place, ok"]
     assert not [word for word in ("jdoe", "Doe", "node7", "token", "secret", str(tmp_path)) if word in said]
-
-
-def test_it_lists_the_copies_that_a_killed_job_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory_store, "_SHM", tmp_path)
-    (tmp_path / "unitrain-somebody-else's").mkdir()
-    assert PROBES["copies_in_memory"]() == "none"
-    left = tmp_path / f"{memory_store.prefix()}0" / "step-0000000001.1"
-    left.mkdir(parents=True)
-    (left / "model.pt").write_bytes(bytes(2**27))
-    assert str(PROBES["copies_in_memory"]()).startswith(
-        f"0.1 GiB in {tmp_path / memory_store.prefix()}* (folders: 1): remove"
-    )
 
 
 HOST_NAME = """

@@ -14,7 +14,7 @@ from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.hooks import Candidate, CheckpointHook
 from unitrain.checkpoint.origin import Origin
 from unitrain.checkpoint.sharded.loading import CheckpointView, open_on_all
-from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
+from unitrain.checkpoint.sharded.opening import Search, best_beside, best_in, opened
 from unitrain.checkpoint.sharded.saving import Portion, divided, gathered, shared_store
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import Located, store_at
@@ -299,7 +299,7 @@ class Checkpoint:
             changed = self._origin.changed_settings(view.manifest)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
-            folder, place = ranks.on_main(lambda: self._settle(view, candidates, is_newest=path is None))
+            folder, place = ranks.on_main(lambda: self._settle(view, candidates))
             waiting = WaitingStates(view, contents.of_objects.keys(), {"force": force, "new_options": new_options})
             self._load(waiting, place, tells=begins)
             self._writer.go_on_from(self._step.global_step)
@@ -402,12 +402,8 @@ class Checkpoint:
 
         Raises CheckpointError if it does not fit this run.
         """
-        ranks, contents = self._communicator, self.contents
-
-        def fitted(located: Located) -> OpenCheckpoint:
-            return contents.fitted(opened(located))
-
-        while (view := open_on_all(ranks, lambda: search.next(fitted))) is not None:
+        ranks = self._communicator
+        while (view := open_on_all(ranks, lambda: search.next(opened))) is not None:
             changed = self._origin.changed_settings(view.manifest)
             if changed and not force:
                 raise CheckpointError(
@@ -452,16 +448,13 @@ class Checkpoint:
             view.close()
         return True
 
-    def _settle(self, view: CheckpointView, candidates: list[Candidate], *, is_newest: bool) -> tuple[str, str]:
+    def _settle(self, view: CheckpointView, candidates: list[Candidate]) -> tuple[str, str]:
         """Adopt a checkpoint. Return the folder of the candidate that it is ("" if none), and the message's end."""
         assert view.saved is not None
         located, newest = view.saved.located, next(iter(self.folder.steps()), 0)
         candidate = next((copy for copy in candidates if copy.located is located), None)
         self._unclaimed = None
-        best = best_beside(located, self.folder) if candidate is None else best_in(self.folder)
-        self._writer.best = best
-        if is_newest:
-            self.folder.point_to_best(best)  # a kill may have come before this
+        self._writer.best = best_beside(located, self.folder) if candidate is None else best_in(self.folder)
         if candidate is None:
             return "", ""
         newer = f"{located.manifest.step - newest} steps after the newest checkpoint in {self.folder}"

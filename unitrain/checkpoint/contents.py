@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unitrain import rng
-from unitrain.checkpoint.names import GROUPS, Name, keys_of, numbers_before
+from unitrain.checkpoint.names import GROUPS, numbers_before, numbers_of
 from unitrain.checkpoint.objects import (
     NEW_RUN,
     DictPart,
@@ -26,7 +26,6 @@ from unitrain.checkpoint.objects import (
 )
 from unitrain.checkpoint.schedules import SchedulerPart
 from unitrain.checkpoint.sharded.loading import CheckpointView
-from unitrain.checkpoint.sharded.opening import OpenCheckpoint
 from unitrain.checkpoint.store.located import RUN
 from unitrain.communication import plain_data
 from unitrain.communication.communicator import Communicator
@@ -60,7 +59,7 @@ class RunPart(ObjectPart):
     readers: Communicator
     step: TrainingStep
     states: States
-    names: Callable[[], dict[str, list[Name] | None]]
+    names: Callable[[], dict[str, list[str]]]
     classes: Mapping[str, str]
     seed: int
     restored: Callable[[], None]
@@ -158,7 +157,7 @@ class Contents:
         originals = {**objects, **self.modules}
         self._of_features = [part for make in self._sockets.parts if (part := make(originals)) is not None]
         # Not of self: a cycle would keep the models of a run.
-        self.names: Callable[[], dict[str, list[Name] | None]] = partial(_names, self.modules, self.optimizers)
+        self.names: Callable[[], dict[str, list[str]]] = partial(_names, self.modules, self.optimizers)
         self._run.names = self.names
         self._run.classes = {name: part.class_name for name, part in {**self.optimizers, **self.schedulers}.items()}
 
@@ -193,26 +192,6 @@ class Contents:
         """Copy the states that code between two epochs may change. Return the copies by key."""
         return {part.key: part.remember() for part in (*self.of_objects.values(), self._run)}
 
-    def fitted(self, saved: OpenCheckpoint) -> OpenCheckpoint:
-        """Give the states that another tool has written the names of this run's objects; leave those of a run.
-
-        Raises CheckpointError if a module or an optimizer is missing. A model may have been saved without name.
-        """
-        if saved.located.manifest.files:
-            return saved
-        wanted = [*self.modules, *self.optimizers]
-        parts = dict(saved.parts)
-        missing = [name for name in wanted if name not in parts]
-        if "" in parts and len(missing) == 1 and missing[0] in self.modules:
-            parts[missing.pop()] = parts[""]
-        if missing:
-            raise CheckpointError(
-                f"{saved.located} has {', '.join(sorted(filter(None, saved.parts.keys() - {RUN})))}, but no "
-                f"{missing[0]}: name modules and optimizers in strategy.checkpoint as their keys begin there. Nothing "
-                "was loaded."
-            )
-        return saved._replace(parts={name: state for name, state in parts.items() if name in (RUN, *wanted)})
-
     def waiting(self, view: CheckpointView) -> set[str]:
         """Return the names of the states in a checkpoint that this run has no object of."""
         return {key for key in view.outlines if key != RUN and not key.startswith(FEATURE)} - self.of_objects.keys()
@@ -228,17 +207,15 @@ class Contents:
             new_options: as of ``load``.
         """
         outlines = view.outlines
-        # Another tool has saved modules and optimizers only.
-        expected = self.of_objects if view.manifest.files else {**self.modules, **self.optimizers}
-        waiting = self.waiting(view)
-        if not expected.keys() <= outlines.keys():
-            saved = sorted(waiting | expected.keys() & outlines.keys())
+        expected, waiting = self.of_objects.keys(), self.waiting(view)
+        if not expected <= outlines.keys():
+            saved = sorted(waiting | expected & outlines.keys())
             raise CheckpointError(
                 f"the checkpoint contains {', '.join(saved)}, but this run has {', '.join(sorted(expected))}: pass the "
                 "same objects, by the same names. Nothing was loaded."
             )
-        classes = outlines[RUN].get("classes", {})
-        for name in sorted(classes.keys() & self.of_objects.keys()):
+        classes = outlines[RUN]["classes"]
+        for name in sorted(classes.keys() & expected):
             was, part = classes[name], self.of_objects[name]
             is_scheduler = isinstance(part, SchedulerPart)
             if was != part.class_name and not (new_options if is_scheduler else force):
@@ -264,17 +241,16 @@ class Contents:
         outlines = view.outlines
         for name, now in self.names().items():
             saved = outlines[RUN]["names"].get(name)
-            if saved is None or now is None or saved == keys_of(None, len(saved)):
+            if saved is None or numbers_of(len(now)) in (saved, now):
                 continue  # there are only numbers to go by
-            named = keys_of(now, len(now)) if isinstance(saved[0], str) else now
-            if saved != named:
-                order = numbers_before(name, outlines[name][GROUPS], saved, named)
+            if saved != now:
+                order = numbers_before(name, outlines[name][GROUPS], saved, now)
                 parts: list[StatePart] = [self.of_objects[name], *self._of_features]
                 for states in (outlines,) if view.saved is None else (outlines, view.saved.parts):
                     states.update(
                         {part.key: part.in_order(states[part.key], name, order) for part in parts if part.key in states}
                     )
-                outlines[RUN]["names"][name] = named
+                outlines[RUN]["names"][name] = now
 
     def replaced_options(self, view: CheckpointView, names: Set[str], *, new_options: bool) -> list[str]:
         """Return which options of the script the states of a checkpoint replace, for a message.
@@ -306,7 +282,7 @@ class Contents:
         named = [part for name, part in self.of_objects.items() if name in names]
         objects = sorted(named, key=lambda part: (part.name in weights, part.name))
         for part in (*objects, self._run, *(() if self.waiting(view) else self._of_features)):
-            if part.key not in view.outlines:  # another tool has no loaders
+            if part.key not in view.outlines:  # of a feature that was not in use then
                 continue
             state = view.state(part.key)
             if new_options and isinstance(part, SchedulerPart) and part.follows_steps:
@@ -348,6 +324,6 @@ def _warn_of_unknown(name: str) -> None:
     print_stderr(f"unitrain: the checkpoint has the state of {name}, which this run does not use: it is left out.")
 
 
-def _names(modules: Mapping[str, nn.Module], optimizers: Mapping[str, OptimizerPart]) -> dict[str, list[Name] | None]:
+def _names(modules: Mapping[str, nn.Module], optimizers: Mapping[str, OptimizerPart]) -> dict[str, list[str]]:
     """Return the names of the parameters of each optimizer."""
     return {name: part.names(modules) for name, part in optimizers.items()}

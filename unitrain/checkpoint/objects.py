@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint.names import GROUPS, PARAMS, Name, in_order, names_of
+from unitrain.checkpoint.names import GROUPS, PARAMS, in_order, names_of
 from unitrain.checkpoint.store.torch_files import plain
 from unitrain.checkpoint.writer import snapshot
 from unitrain.communication.communicator import Communicator
@@ -127,7 +127,6 @@ class ModulePart(ObjectPart):
 
     def check(self, outline: Any, *, force: bool) -> None:
         """Raise CheckpointError unless the saved tensors are as the module's."""
-        _check_is_state(self.name, outline)
         now = self.state()
         for key in [*now, *(key for key in outline if key not in now)]:
             here, there = (_shown(state.get(key)) for state in (now, outline))
@@ -164,7 +163,7 @@ class OptimizerPart(ObjectPart):
         state = self._value.state_dict()
         return {**state, GROUPS: plain(state[GROUPS])}
 
-    def names(self, modules: Mapping[str, nn.Module]) -> list[Name] | None:
+    def names(self, modules: Mapping[str, nn.Module]) -> list[str]:
         """Return the names of the optimizer's parameters in modules."""
         return names_of(self.optimizer, modules)
 
@@ -173,7 +172,6 @@ class OptimizerPart(ObjectPart):
 
         With ``force``, tensors in the state may be missing.
         """
-        _check_is_state(self.name, outline)
         groups = self.optimizer.param_groups, outline.get(GROUPS, [])
         now, saved = ([len(group.get(PARAMS, [])) for group in side] for side in groups)
         if now != saved:
@@ -274,13 +272,6 @@ def another_class(name: str, saved: str, now: str, remedy: str) -> CheckpointErr
         f"{name} is {saved} in the checkpoint, but {now} in this run, which can't continue from its state. Make it as "
         f"it was, or {remedy}. Nothing was loaded."
     )
-
-
-def _check_is_state(name: str, outline: Any) -> None:
-    if not isinstance(outline, dict):
-        raise CheckpointError(
-            f"{name} in the checkpoint is a {type(outline).__name__}, and no state. Nothing was loaded."
-        )
 
 
 def _shown(value: Any) -> str:

@@ -45,8 +45,6 @@ class Origin:
 
     def changed_settings(self, manifest: Manifest) -> list[str]:
         """Return the settings that affect training and differ from a checkpoint, with both values."""
-        if not manifest.strategy:
-            return []  # of another tool, which has none of them
         now = flattened(self.settings.model_dump(mode="json"))
         # What the checkpoint's version of the settings did not have was as it is by default.
         saved = {**flattened(type(self.settings)().model_dump(mode="json")), **flattened(manifest.strategy)}

@@ -113,7 +113,6 @@ class Writer:
         """Remove all checkpoints from the folder. On rank 0."""
         for step in self.folder.steps():
             self.folder.remove(step)
-        self.folder.point_to_best(None)
         self.best = self.newest = None
 
     def write(
@@ -142,7 +141,6 @@ class Writer:
             self.folder.write(step, copied.parts, {**about, "best": best_step}, draft, others)
             self.newest = step
             self.best = best_step  # not earlier: the previous best one is kept if this one can't be written
-            self.folder.point_to_best(best_step)
             self.folder.prune(self._keep, best_step)
 
         self._run(portion, write)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unitrain import features
-from unitrain.checkpoint.names import joined
+from unitrain.checkpoint.sharded.dcp import key_of
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, opened
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
@@ -94,7 +94,7 @@ def _verified(located: Located) -> OpenCheckpoint:
     saved = opened(located)
     # Files for torch.load were verified when they were read.
     if saved.stored is not None:
-        saved.stored.check(name for name in located.manifest.files if not name.endswith(".pt"))
+        saved.stored.fetch(name for name in located.manifest.files if not name.endswith(".pt"))
     return saved
 
 
@@ -102,10 +102,11 @@ def _tensors_of(saved: OpenCheckpoint, state: Any) -> Iterator[tuple[str, Form, 
     """Yield the key, the form and the number of parts of each tensor in nested state."""
     for keys, value in leaves(state):
         if isinstance(value, Form):
-            parts = 1 if saved.stored is None or value.key is None else len(saved.stored.layout[value.key].pieces)
-            yield joined(keys), value, parts
+            forms: dict[Any, Any] = {} if saved.stored is None else saved.stored.metadata.state_dict_metadata
+            parts = len(forms[value.key].chunks) if value.key in forms else 1
+            yield key_of(keys), value, parts
         elif isinstance(value, Tensor):
-            yield joined(keys), Form(value), 1
+            yield key_of(keys), Form(value), 1
 
 
 def _write(write: Callable[..., None], file: BinaryIO, name: str, saved: OpenCheckpoint) -> None:

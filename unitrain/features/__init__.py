@@ -19,7 +19,6 @@ that settings are read without it.
   write tensors in a format of their own.
 - ``make(config)``: returns the ``unitrain.Feature`` that is added to the run, if the feature is turned on.
 - ``attach(checkpoint, sockets)``: adds hooks to a checkpoint that was opened. Called if the feature is turned on.
-- ``PROBES``: functions by name, each of which returns what ``unitrain doctor`` says about this host.
 
 If it has a module ``command``, this is a command of ``unitrain``: ``NAME``, ``SUMMARY``, a clause for its help, and
 ``add_arguments(parser)``, as in ``unitrain.commands``.
@@ -99,7 +98,7 @@ def declared(name: str) -> dict[str, Any]:
     """Return what all features declare by a name, in one dict.
 
     Args:
-        name: of a dict in their packages: ``AS_ONE_DEVICE``, ``PROBES`` or ``WRITERS``.
+        name: of a dict in their packages: ``AS_ONE_DEVICE`` or ``WRITERS``.
     """
     return {key: value for module in modules() for key, value in getattr(module, name, {}).items()}
 

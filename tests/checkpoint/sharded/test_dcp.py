@@ -1,7 +1,8 @@
-"""A sharded checkpoint is read by torch.distributed.checkpoint as it is, and what that has written is resumed from."""
+"""A sharded checkpoint is read by torch.distributed.checkpoint as it is, and a run continues what that has loaded."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -15,13 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from saved_run import described
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
@@ -29,12 +27,11 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
+from unitrain.checkpoint.sharded.dcp import METADATA, Piece, Stored
+from unitrain.checkpoint.sharded.saving import Shards, joined_files, write_shards
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.located import Located, Manifest
-
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-NESTED = StateDictOptions()
+from unitrain.checkpoint.store.folder import Draft
+from unitrain.checkpoint.store.located import locate
 
 
 class Net(nn.Module):
@@ -85,9 +82,8 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert same, key
 
 
-def state_of(model: nn.Module, optimizer: Optimizer, options: StateDictOptions = NESTED) -> dict[str, Any]:
-    optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
-    return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 def save(folder: str) -> dict[str, Any]:
@@ -100,11 +96,7 @@ def save(folder: str) -> dict[str, Any]:
             strategy.step(model(batch(step)[strategy.rank :: 2]).square().mean(), optimizer)
         checkpoint.save()
         checkpoint.close()
-        return {
-            "nested": whole(state_of(model, optimizer)),
-            "flat": whole(state_of(model, optimizer, FLAT)),
-            "step": f"{folder}/step-0000000002",
-        }
+        return {"state": whole(state_of(model, optimizer)), "step": f"{folder}/step-0000000002"}
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +108,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def load_sharded(folder: str) -> dict[str, Any]:
     """Read the checkpoint as a script of FSDP's does."""
     dist.init_process_group("gloo")
-    found = {}
-    for name, options in (("nested", NESTED), ("flat", FLAT)):
-        model, optimizer = made(1, shard=True)
-        state = state_of(model, optimizer, options)
-        dcp.load(state, checkpoint_id=folder)
-        found[name] = whole(state)
+    state = state_of(*made(1, shard=True))
+    dcp.load(state, checkpoint_id=folder)
+    found: dict[str, Any] = whole(state)
     dist.destroy_process_group()
     return found
 
@@ -131,85 +120,49 @@ Saved = tuple[Path, dict[str, Any]]
 
 def test_torch_loads_a_checkpoint_as_it_is(saved: Saved, tmp_path: Path) -> None:
     folder = saved[1]["step"]
-    found = run_ranks(load_sharded, folder)[0]
-    for name in ("nested", "flat"):
-        assert_equal(found[name], saved[1][name])
+    assert_equal(run_ranks(load_sharded, folder)[0], saved[1]["state"])
     # Into a model that is not sharded, without processes.
     model, _ = made(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         dcp.load({"model": (state := model.state_dict())}, checkpoint_id=folder, no_dist=True)
         dcp_to_torch_save(folder, tmp_path / "all.pt")
-    assert_equal(dict(state), saved[1]["nested"]["model"])
+    assert_equal(dict(state), saved[1]["state"]["model"])
     converted = torch.load(tmp_path / "all.pt")
-    assert_equal(converted["model"], saved[1]["nested"]["model"])
-    assert_equal(converted["optimizer"]["state"], saved[1]["nested"]["optimizer"]["state"])
+    assert_equal(converted["model"], saved[1]["state"]["model"])
+    assert_equal(converted["optimizer"]["state"], saved[1]["state"]["optimizer"]["state"])
 
 
 def write_plainly(folder: str) -> dict[str, Any]:
-    """Train and save as a script of FSDP's does: with torch's names, and as torchtitan names the keys."""
+    """Train and save as a script of FSDP's does."""
     dist.init_process_group("gloo")
     model, optimizer = made(0, shard=True)
     for step in range(2):
         plain_step(model, optimizer, step)
-    state = state_of(model, optimizer)
-    dcp.save(state, checkpoint_id=f"{folder}/nested")
-    flat = state_of(model, optimizer, FLAT)["optimizer"]
-    dcp.save({**state["model"], "optimizer": flat, "train_state": {"step": 2}}, checkpoint_id=f"{folder}/flat")
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
     plain_step(model, optimizer, 2)
     trained: dict[str, Any] = whole(state_of(model, optimizer))
     dist.destroy_process_group()
     return trained
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("plain")
-    return folder, run_ranks(write_plainly, str(folder))[0]
-
-
-def continue_from(source: str, backend: str, folder: str) -> dict[str, Any]:
-    """Resume, make the third step, and return the whole state. The optimizer has its parameters in another order."""
-    with unitrain.init(backend=backend, device="cpu", precision="fp64", timeout_s=30) as strategy:
-        model, optimizer = strategy.prepare(*made(1, reverse=True))
-        notes = {"kept": 1}
-        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, notes=notes)
-        assert checkpoint.resume(source)
-        assert strategy.global_step == 0  # torch does not save it
-        assert notes == {"kept": 1}
+def continue_from(source: str) -> dict[str, Any]:
+    """Load by torch, make the third step, and return the whole state. The optimizer has another order."""
+    with unitrain.init(backend="fsdp", device="cpu", precision="fp64", timeout_s=30) as strategy:
+        state = state_of(*(objects := made(1, reverse=True)))
+        dcp.load(state, checkpoint_id=source, no_dist=True)
+        set_state_dict(*objects, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        model, optimizer = strategy.prepare(*objects)
         strategy.step(model(batch(2)).square().mean(), optimizer)  # the same batch on all ranks, as in write_plainly
         found: dict[str, Any] = whole(state_of(model, optimizer))
-        checkpoint.close()
     return found
 
 
-@pytest.mark.parametrize(("name", "backend"), [("nested", "single"), ("nested", "fsdp"), ("flat", "fsdp")])
-def test_a_run_continues_what_torch_has_written(plain: Saved, name: str, backend: str, tmp_path: Path) -> None:
-    source = str(plain[0] / name)
-    for found in run_ranks(continue_from, source, backend, str(tmp_path), nprocs=1 if backend == "single" else 2):
-        groups = [sorted(group.pop("params")) for group in found["optimizer"]["param_groups"]]
-        assert groups == [sorted(group["params"]) for group in plain[1]["optimizer"]["param_groups"]]
-        assert_equal(found["model"], plain[1]["model"])
-        assert_equal(found["optimizer"]["state"], plain[1]["optimizer"]["state"])
-
-
-@pytest.fixture
-def strategy() -> Any:
-    with unitrain.init(backend="single", device="cpu", precision="fp64") as strategy:
-        yield strategy
-
-
-def test_other_parameters_and_names_are_refused(plain: Saved, strategy: unitrain.Strategy, tmp_path: Path) -> None:
-    first, *others = (model := made(1)[0]).parameters()
-    model, optimizer = strategy.prepare(model, AdamW([{"params": others}, {"params": [first]}]))
-    for folder, objects, said in (
-        ("a", {"model": model, "optimizer": optimizer}, r"optimizer has last\.weight in this run, but not in"),
-        ("b", {"net": model}, r"has model, optimizer, but no net: name modules and optimizers"),
-    ):
-        checkpoint = strategy.checkpoint(tmp_path / folder, **objects)
-        with pytest.raises(CheckpointError, match=said):
-            checkpoint.resume(plain[0] / "nested")
-        checkpoint.close()
+def test_a_run_continues_what_torch_has_written_and_loads(tmp_path: Path) -> None:
+    expected = run_ranks(write_plainly, str(tmp_path))[0]
+    for found in run_ranks(continue_from, str(tmp_path)):
+        assert_equal(found["model"], expected["model"])
+        assert_equal(found["optimizer"]["state"], expected["optimizer"]["state"])
 
 
 class _Harm:
@@ -217,28 +170,19 @@ class _Harm:
         return os.mkdir, ("harm",)
 
 
-DAMAGES: dict[str, Callable[[Path, Path], object]] = {
-    "code": lambda metadata, part: metadata.write_bytes(pickle.dumps(_Harm())),
-    "metadata": lambda metadata, part: os.truncate(metadata, 100),
-    "short": lambda metadata, part: os.truncate(part, 100),
-    "missing": lambda metadata, part: part.unlink(),
-    "outside": lambda metadata, part: metadata.write_bytes(
-        metadata.read_bytes().replace(b"__0_0.distcp", b"/__0_0.distc")
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoints_are_refused_and_run_no_code(
-    plain: Saved, strategy: unitrain.Strategy, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("content", [pickle.dumps(_Harm()), b"no pickle"], ids=["code", "other"])
+def test_odd_metadata_are_refused_and_run_no_code(
+    saved: Saved, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(plain[0] / "nested", tmp_path / "dcp")
-    DAMAGES[damage](tmp_path / "dcp" / ".metadata", tmp_path / "dcp" / "__0_0.distcp")
-    model, optimizer = strategy.prepare(*made(1))
-    checkpoint = strategy.checkpoint(tmp_path / "run", model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointError, match=r"could not be read: |the checkpoint is damaged: "):
-        checkpoint.resume(tmp_path / "dcp")
+    shutil.copytree(saved[1]["step"], tmp_path / "copy")
+    (tmp_path / "copy" / METADATA).write_bytes(content)
+    described(tmp_path / "copy")  # as an attacker would
+    with unitrain.init(backend="single", device="cpu", precision="fp64") as strategy:
+        model, optimizer = strategy.prepare(*made(1))
+        checkpoint = strategy.checkpoint(tmp_path / "run", model=model, optimizer=optimizer)
+        with pytest.raises(CheckpointError, match=r"\.metadata could not be read: "):
+            checkpoint.resume(tmp_path / "copy")
     assert not Path("harm").exists()
 
 
@@ -255,18 +199,14 @@ MADE: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def stored_at(folder: Path, metadata: bytes) -> Stored:
-    return Stored(Located(Disk(folder), "", Manifest(step=0, strategy={}, config={}, files={})), metadata)
-
-
 @pytest.mark.parametrize("name", MADE)
-def test_tensors_that_torch_has_written_are_read_with_their_elements(name: str, tmp_path: Path) -> None:
-    state = {f"{name}.{number}": MADE[name]() for number in range(3)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    stored = stored_at(tmp_path, (tmp_path / METADATA).read_bytes())
-    targets = {key: stored.layout[key].new() for key in state}
-    stored.read({key: (target, Region.rows(0, target)) for key, target in targets.items()})
-    for key, target in targets.items():
-        assert torch.equal(target, state[key])
+def test_tensors_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
+    value = MADE[name]()
+    place = Piece(("model", "w"), str(value.dtype).removeprefix("torch."), tuple(value.shape), (0,) * value.dim())
+    draft = Draft(Disk(tmp_path), "step-0000000001")
+    draft.store.make(draft.name)
+    note = json.loads(json.dumps(write_shards(draft, 0, Shards([value], [place]))))
+    draft.complete(1, {"strategy": {}, "config": {}}, joined_files(draft, [note]))
+    located = locate(draft.store, draft.name)
+    stored = Stored(located, draft.store.get(located.file_name(METADATA)))
+    assert torch.equal(stored.whole("model.w"), value)

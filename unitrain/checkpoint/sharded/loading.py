@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import PARAMS, STATE
-from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
+from unitrain.checkpoint.sharded.dcp import METADATA, Stored
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint
 from unitrain.checkpoint.sharded.saving import owners
 from unitrain.checkpoint.store.located import DamagedError, Located, Manifest, store_at
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.comparison import first_reason
-from unitrain.communication.state_transfer import SentState, Triples, broadcast_tensors, outline, own_rows
+from unitrain.communication.state_transfer import SentState, Triples, broadcast_tensors, outline
 from unitrain.errors import CheckpointError
 
 
@@ -60,7 +60,7 @@ class CheckpointView(NamedTuple):
         mine = [name for n, name in enumerate(names) if n * ranks.world_size // len(names) == ranks.rank]
         try:
             if self.stored is not None:
-                self.stored.check(mine if self.each else names)
+                self.stored.fetch(mine if self.each else names)
         except DamagedError as error:
             damage = str(error)
         except CheckpointError as error:
@@ -79,7 +79,7 @@ class CheckpointView(NamedTuple):
         """
         if not self.by_several:
             return
-        ranks, reads, sent = self.communicator, {}, {}
+        ranks, reads, sent = self.communicator, dict[str, Tensor](), dict[str, Tensor]()
         owned: list[int | None] = []
         if optimizer is not None:
             count = sum(len(group[PARAMS]) for group in optimizer.param_groups)
@@ -87,23 +87,20 @@ class CheckpointView(NamedTuple):
         for path, form, tensor in triples:
             key, sharded = str(form.key), ranks.sharding.is_sharded(tensor)
             owner = owned[path[1]] if owned and path[0] == STATE else None
+            is_read = sharded or owner == ranks.rank
             if not self.each or (owner is None and not sharded):
                 sent[key] = tensor
-                if ranks.is_main and not sharded and not tensor.is_meta:
-                    reads[key] = tensor, Region.rows(0, tensor)
-            elif sharded:
-                local, first = own_rows(ranks, tensor)
-                reads[key] = local, Region.rows(first, local)
-            elif owner == ranks.rank:
-                reads[key] = tensor, Region.rows(0, tensor)
+                # Rank 0 reads a sharded tensor when it is sent.
+                is_read = ranks.is_main and not sharded and not tensor.is_meta
+            if is_read:
+                reads[key] = tensor
         self._read(reads)
         if ranks.world_size > 1:
-            # What rank 0 has only a part of, it reads when it is sent.
             stored = self.stored
             sources = (whole if key in reads or stored is None else stored.whole(key) for key, whole in sent.items())
             broadcast_tensors(ranks, list(sent.values()), sources)
 
-    def _read(self, reads: Mapping[str, tuple[Tensor, Region]]) -> None:
+    def _read(self, reads: dict[str, Tensor]) -> None:
         why = ""
         try:
             if self.stored is not None:

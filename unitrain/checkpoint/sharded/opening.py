@@ -10,21 +10,18 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
+from unitrain.checkpoint.names import GROUPS, numbered_state
 from unitrain.checkpoint.sharded.dcp import METADATA, Stored
-from unitrain.checkpoint.store.folder import BEST, Folder
+from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import (
     RUN,
     DamagedError,
     Located,
-    Manifest,
     NotACheckpointError,
     checkpoint_at,
-    store_at,
-    unreadable,
+    intact,
     verified,
 )
-from unitrain.checkpoint.store.store import NAME
 from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.communication.state_transfer import Form
 from unitrain.errors import CheckpointError
@@ -66,11 +63,9 @@ class Search:
         if self._only:
             return
         if path is None:
-            for shown in folder.incomplete():
-                print_stderr(f"unitrain: skipping an incomplete checkpoint: {shown} has no {NAME}")
             for step in folder.steps():
                 yield partial(folder.find, step)
-        elif path != BEST:
+        elif path != "best":
             self._wanted = "the checkpoint"
             yield partial(_named, path, folder)
         elif (newest := Search(folder).next(lambda located: located)) is not None:
@@ -118,12 +113,6 @@ def _named(path: str | Path, folder: Folder) -> Located:
     try:
         return checkpoint_at(path)
     except NotACheckpointError as error:
-        store = store_at(path)
-        try:
-            if METADATA in store.list():  # of another tool
-                return Located(store, "", Manifest(step=0, strategy={}, config={}, files={}))
-        except OSError:
-            pass
         raise CheckpointError(
             f"{path} {error}, so it can't be resumed from. Name the folder of one checkpoint, {folder}/step-N, or None "
             f"for the newest in {folder}."
@@ -171,62 +160,35 @@ def opened(located: Located) -> OpenCheckpoint:
     Tensors are read from the disk when they are used. Pickled code is refused, and never run. A file that is missing or
     changed is a DamagedError.
     """
-    try:
-        return _opened(located)
-    except (DamagedError, CheckpointError):
-        raise
-    except Exception as error:  # files that are not as they were written end in many kinds of exceptions
-        raise DamagedError(f"{located}: its files are no checkpoint: {type(error).__name__}: {error}") from error
-
-
-def _opened(located: Located) -> OpenCheckpoint:
-    names, files = located.manifest.files, MappedFiles()
-    parts: dict[str, Any] = {}
-    for name in (name for name in names if name.endswith(".pt")):
-        with verified(located, name) as path:
-            try:
+    with intact(str(located)):
+        names, files = located.manifest.files, MappedFiles()
+        parts: dict[str, Any] = {}
+        for name in (name for name in names if name.endswith(".pt")):
+            with verified(located, name) as path, intact(located.store.shown(located.file_name(name))):
                 parts[name.removesuffix(".pt")] = files.load(path)
-            except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-                raise unreadable(located.store.shown(located.file_name(name)), error) from error
-    run = parts.setdefault(RUN, {} if names else {"steps": 0, "random": {"sizes": []}, "names": "{}"})
-    if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
-        raise DamagedError(f"{located}: {RUN}.pt is missing, or lacks what a run needs to continue")
-    run["names"] = json.loads(run["names"])
-    stored: Stored | None = None
-    if METADATA in names or not names:
-        name = located.file_name(METADATA)
-        with located.store.file(name) if not names else verified(located, METADATA) as path:
-            stored = Stored(located, path.read_bytes())
-        unlisted = {piece.file for entry in stored.layout.values() for piece in entry.pieces} - names.keys()
-        if names and unlisted:
-            raise DamagedError(f"{located}: its manifest lacks {min(unlisted)}")
-        states, keys = _states(stored)
-        run["names"].update(keys)
-        parts = {**states, **parts}
-    return OpenCheckpoint(located, parts, stored, files)
+        run = parts.get(RUN)
+        if not isinstance(run, dict) or not {"steps", "random", "names"} <= set(run):
+            raise DamagedError(f"{located}: {RUN}.pt is missing, or lacks what a run needs to continue")
+        run["names"] = json.loads(run["names"])
+        stored: Stored | None = None
+        if METADATA in names:
+            with verified(located, METADATA) as path:
+                stored = Stored(located, path.read_bytes())
+            unlisted = {info.relative_path for info in stored.metadata.storage_data.values()} - names.keys()
+            if unlisted:
+                raise DamagedError(f"{located}: its manifest lacks {min(unlisted)}")
+            parts = {**_states(stored), **parts}
+        return OpenCheckpoint(located, parts, stored, files)
 
 
-def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the states of objects, with forms in place of tensors, and the keys of optimizers' parameters, by name.
+def _states(stored: Stored) -> dict[str, Any]:
+    """Return the states of modules and optimizers by name, with forms in place of tensors."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-    What is under no name, as some tools save models, is returned under "".
-    """
-    by_name: dict[str, dict[Keys, str]] = {}
-    for key, entry in stored.layout.items():
-        name, path = (entry.path[0], entry.path[1:]) if len(entry.path) > 1 else ("", entry.path)
-        by_name.setdefault(name, {})[path] = key
-    states, names = {}, {}
-    for name, keys in by_name.items():
-        if any(path[0] == GROUPS for path in keys):  # the rest of the options are given again, for each parameter
-            keys = {path: key for path, key in keys.items() if not path[0].startswith(f"{GROUPS}.")}
-        values = {path: _value(stored, key) for path, key in keys.items()}
-        if any(path[0].split(".")[0] == GROUPS for path in keys):
-            states[name], names[name] = numbered(values)
-        else:
-            states[name] = {joined(path): value for path, value in values.items()}
-    return states, names
-
-
-def _value(stored: Stored, key: str) -> Any:
-    entry = stored.layout[key]
-    return stored.value(key) if entry.dtype is None else Form(entry.new("meta"), key)
+    forms = stored.metadata.state_dict_metadata
+    values = {
+        key: Form(stored.empty(key, "meta"), key) if hasattr(form, "size") else stored.value(key)
+        for key, form in forms.items()
+    }
+    states = unflatten_state_dict(values, stored.metadata.planner_data)
+    return {name: numbered_state(state) if GROUPS in state else state for name, state in states.items()}

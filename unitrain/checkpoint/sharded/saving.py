@@ -1,7 +1,7 @@
 """Sharded state is written by all ranks, in the format of torch.distributed.checkpoint (DCP): each writes its own file.
 
 No process group is needed. What a rank writes follows from its own state, so there is no plan to agree on. Ranks write
-in the background, where there are no collectives: each leaves the layout of its file for rank 0, which joins them.
+in the background, where there are no collectives: each leaves a note of its file for rank 0, which joins them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,11 @@ from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from unitrain.checkpoint.names import (
-    GROUPS,
-    PARAMS,
-    STATE,
-    Keys,
-    Name,
-    flat_options,
-    joined,
-    keys_of,
-    optimizer_values,
-)
-from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, merged, to_bytes, write
+from unitrain.checkpoint.names import GROUPS, PARAMS, STATE, named_state
+from unitrain.checkpoint.sharded.dcp import METADATA, Keys, Piece, to_bytes, write
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
@@ -44,23 +33,20 @@ from unitrain.process import print_stderr
 NOTE = "rank-{}.json"
 """The name of the file in which a rank tells another one what it has written."""
 _POLL_S, _LONGEST_POLL_S = 0.005, 1.0
-_LAYOUT = TypeAdapter(Layout)  # in JSON, tuples have become lists
 
 
 class Shards(NamedTuple):
-    """A rank's parts of the states of modules and optimizers, by key."""
+    """A rank's parts of the states of modules and optimizers."""
 
-    values: dict[str, Any]  # rows of a tensor, or plain data
-    entries: dict[str, Entry]  # what they are parts of. None is written yet
-    first_rows: dict[str, int]  # the number of the first row of a tensor that this rank has
-    aliases: dict[str, tuple[Keys, str]]  # further keys of values, with a path and the key in ``values``
+    values: list[Any]  # rows of a tensor, or plain data
+    places: list[Piece]  # what the values are parts of. None is written yet
 
 
 class Portion(NamedTuple):
     """A rank's portion of a checkpoint."""
 
     parts: dict[str, Any]  # the states by key that rank 0 writes alone
-    shards: Shards = Shards({}, {}, {}, {})
+    shards: Shards = Shards([], [])
 
     def copied(self, copy: Callable[[Any], Any]) -> Portion:
         """Return the portion with copies of its tensors, given a function that copies nested state."""
@@ -126,7 +112,7 @@ def divided(
     communicator: Communicator,
     parts: Mapping[str, Any],
     modules: Iterable[str],
-    optimizers: Mapping[str, list[Name] | None],
+    optimizers: Mapping[str, list[str]],
 ) -> Portion:
     """Split states into those that rank 0 writes and this rank's shards of modules and optimizers. Collective.
 
@@ -138,24 +124,22 @@ def divided(
     """
     if not communicator.sharding.any:
         return Portion(dict(parts))
-    shards = Shards({}, {}, {}, {})
-    plain: dict[Keys, Any] = {}
-    modules = tuple(modules)
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    shards, plain, modules = Shards([], []), dict[Keys, Any](), tuple(modules)
     for name in modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
     for name, names in optimizers.items():
-        state = parts[name]
-        keys = keys_of(names, sum(len(group[PARAMS]) for group in state[GROUPS]))
-        ranks = dict(zip(keys, owners(communicator, state[STATE], len(keys)), strict=True))
-        _add(communicator, shards, plain, optimizer_values(name, state, keys), ranks)
-        if communicator.is_main:
-            shards.aliases.update((joined(path), (path, joined(to))) for path, to in flat_options(name, state, keys))
+        ranks = dict(zip(names, owners(communicator, parts[name][STATE], len(names)), strict=True))
+        values, paths = flatten_state_dict({name: named_state(parts[name], names)})
+        _add(communicator, shards, plain, ((paths[key], value) for key, value in values.items()), ranks)
     if not communicator.sharding.of_parameters:
         # All plain values are in rank 0's file, since rank 0 reads them when a run is resumed.
-        for values in communicator.all_gather_object(plain):
-            plain.update(values)
+        for of_rank in communicator.all_gather_object(plain):
+            plain.update(of_rank)
     for path, value in plain.items() if communicator.is_main else ():
-        shards.values[joined(path)], shards.entries[joined(path)] = value, Entry(path, None, (), [])
+        shards.values.append(value)
+        shards.places.append(Piece(path, None))
     return Portion({name: state for name, state in parts.items() if name not in (*modules, *optimizers)}, shards)
 
 
@@ -177,32 +161,30 @@ def _add(
             continue
         local, first = own_rows(communicator, value) if sharded else (value, 0)
         if local.numel() or (communicator.is_main and not value.numel()):
-            key = joined(path)
+            offsets = (first, *[0] * local.dim())[: local.dim()]
             dtype = str(value.dtype).removeprefix("torch.")
-            shards.values[key], shards.entries[key] = local.detach(), Entry(path, dtype, tuple(value.shape), [])
-            shards.first_rows[key] = first
+            shards.values.append(local.detach())
+            shards.places.append(Piece(path, dtype, tuple(value.shape), offsets))
 
 
 def write_shards(draft: Draft, rank: int, shards: Shards) -> dict[str, Any]:
     """Write a rank's file from host memory, if it has parts. Return a note of it, as JSON has it.
 
     Returns:
-        The file's entry in the manifest under ``files``, and under ``layout``, where in it each part is.
+        The file's entry in the manifest under ``files``, and under ``pieces``, where in it each part is.
     """
-    layout: Layout = {}
+    pieces: list[Piece] = []
     if not shards.values:
-        return {"files": {}, "layout": layout}
+        return {"files": {}, "pieces": pieces}
     name = f"__{rank}_0.distcp"  # as torch names it
 
     def save(output: BinaryIO) -> None:
-        for key, value in shards.values.items():
-            pieces = list(write(output, name, value, shards.first_rows.get(key)))
-            layout[key] = shards.entries[key]._replace(pieces=pieces)
+        for value, place in zip(shards.values, shards.places, strict=True):
+            pieces.extend(write(output, value, place._replace(file=name)))
 
     with draft.store.draft(f"{draft.name}/{name}") as file:
         described = write_part(file, save)
-    layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
-    return {"files": {name: described}, "layout": layout}
+    return {"files": {name: described}, "pieces": pieces}
 
 
 def shared_store(communicator: Communicator, store: Store, what: str = "checkpoints") -> Store | None:
@@ -264,15 +246,15 @@ def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> 
 
 
 def joined_files(draft: Draft, notes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the ranks' notes of their files: write the metadata, if there are layouts. Return the manifest's files."""
+    """Join the ranks' notes of their files: write the metadata, if there are pieces. Return the manifest's files."""
     files: dict[str, Any] = {}
-    layouts: list[Layout] = []
+    pieces: list[Piece] = []
     for note in notes:
         files.update(note["files"])
-        layouts.append(_LAYOUT.validate_python(note["layout"]))
-    if not any(layouts):
+        pieces.extend(note["pieces"])
+    if not pieces:
         return files
-    content = to_bytes(merged(layouts))
+    content = to_bytes(pieces)
     draft.store.put(f"{draft.name}/{METADATA}", content)
     return {**files, METADATA: {"size": len(content), "xxh3": xxh3_128_hexdigest(content)}}
 

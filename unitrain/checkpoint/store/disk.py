@@ -12,7 +12,6 @@ from pathlib import Path
 from uuid import uuid4
 
 from unitrain.checkpoint.store.store import NAME, Store
-from unitrain.checkpoint.store.torch_files import open_regular
 from unitrain.errors import CheckpointError
 
 _BLOCK = 2**20
@@ -40,7 +39,7 @@ class Disk(Store):
         return os.listdir(self.root / folder)
 
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        with open_regular(self.root / name) as file:
+        with open(self.root / name, "rb") as file:
             file.seek(start)
             return file.read(-1 if end is None else end - start)
 
@@ -57,12 +56,11 @@ class Disk(Store):
 
     def modified(self, name: str) -> float:
         # Opened, a file is looked up again on the server of a network file system.
-        with open_regular(self.root / name) as file:
+        with open(self.root / name, "rb") as file:
             return os.fstat(file.fileno()).st_mtime
 
     def size(self, name: str) -> int:
-        with open_regular(self.root / name) as file:
-            return os.fstat(file.fileno()).st_size
+        return (self.root / name).stat().st_size
 
     def touch(self, name: str, content: bytes) -> None:
         os.utime(self.root / name)  # does not undo what another process has just written
@@ -84,16 +82,6 @@ class Disk(Store):
     @contextmanager
     def file(self, name: str) -> Iterator[Path]:
         yield self.root / name
-
-    def point(self, name: str, folder: str | None) -> None:
-        link = self.root / name
-        if os.path.lexists(link) and not link.is_symlink():
-            raise OSError("there is a file or a folder of this name")
-        if folder is None:
-            link.unlink(missing_ok=True)
-        elif not link.is_symlink() or os.readlink(link) != folder:
-            with self.draft(name) as draft:
-                draft.symlink_to(folder)
 
     def probe(self, needed: int) -> None:
         with self.explained(f"checkpoints can't be written to {self}"):

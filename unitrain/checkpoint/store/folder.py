@@ -21,7 +21,6 @@ from unitrain.checkpoint.store.torch_files import save_without_crc
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
-BEST = "best"  # what ``resume`` takes for the best checkpoint, and the name of the link to it
 _THREADS = 4
 
 
@@ -91,11 +90,6 @@ class Folder:
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, newest first. It may be damaged, but is not half written."""
         return sorted(self._complete(), reverse=True)
-
-    def incomplete(self) -> list[str]:
-        """Return the paths or URLs of folders that look like a checkpoint's, but have no manifest."""
-        names = [name for name in self._names() if FOLDER.fullmatch(name)]
-        return [self.store.shown(name) for name in names if NAME not in self._names(name)]
 
     def find(self, step: int) -> Located:
         """Return the checkpoint of a step, without verifying its files. Raises DamagedError as ``locate`` does."""
@@ -195,19 +189,6 @@ class Folder:
                 self.remove(step)
             except CheckpointError as error:
                 print_stderr(f"unitrain: an old checkpoint is kept: {error}")
-
-    def point_to_best(self, step: int | None) -> None:
-        """Have the name ``best`` lead people to the checkpoint of a step, if there is one. A failure is reported.
-
-        It is for people, since the manifests say what the best is. So it is no error if a file system has no links.
-        """
-        try:
-            self.store.point(BEST, None if step is None else self._complete().get(step))
-        except (OSError, CheckpointError) as error:
-            print_stderr(
-                f"unitrain: {self.store.shown(BEST)} is not the link to the best checkpoint: {error}. "
-                'resume("best") needs no link.'
-            )
 
 
 def _of_step(step: int, names: Iterable[str]) -> list[str]:

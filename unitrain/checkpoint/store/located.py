@@ -22,7 +22,6 @@ from unitrain.url import parsed
 
 SCHEMA = 1
 RUN = "_run"  # the key of the state of the run itself
-_LARGEST = 2**26  # bytes that are read of a manifest
 FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+$")]
 
 
@@ -136,8 +135,6 @@ def locate(store: Store, folder: str) -> Located:
     """Return the checkpoint in a folder of a store. Raises DamagedError and CheckpointError as ``parsed`` does."""
     name = f"{folder}/{NAME}" if folder else NAME
     with readable(store.shown(name), DamagedError):
-        if store.size(name) > _LARGEST:  # another file, which would fill the memory
-            raise DamagedError(f"{store.shown(name)} is too large for a manifest")
         text = store.get(name)
     return Located(store, folder, _parsed(text, store.shown(folder)))
 
@@ -195,7 +192,13 @@ def readable(shown: str, kind: type[Exception] = CheckpointError) -> Iterator[No
         raise kind(f"{shown} could not be read: {error.strerror or error}") from error
 
 
-def unreadable(shown: str, error: Exception) -> Exception:
-    """Return the error for a file that torch can't load: code in it is no damage, but an attack."""
-    kind = CheckpointError if "GLOBAL" in str(error) else DamagedError
-    return kind(f"{shown} could not be read: {reason(error)}")
+@contextmanager
+def intact(shown: str) -> Iterator[None]:
+    """Raise what reading a checkpoint raises as a DamagedError, or as a CheckpointError if that is it."""
+    try:
+        yield
+    except (DamagedError, CheckpointError):
+        raise
+    except Exception as error:  # files that are not as they were written end in many kinds of exceptions
+        kind = CheckpointError if "GLOBAL" in str(error) else DamagedError  # code in it is no damage, but an attack
+        raise kind(f"{shown} could not be read: {reason(error)}") from error

@@ -6,10 +6,7 @@ An object is replaced at once and as a whole, also by an upload in several parts
 from __future__ import annotations
 
 import errno
-import re
-import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -21,20 +18,11 @@ from fsspec.exceptions import FSTimeoutError
 
 from unitrain.checkpoint.store.store import NAME, Store
 from unitrain.errors import CheckpointError
-from unitrain.process import print_stderr
 
 PATIENCE_S = 120.0
 """How long a server is waited for that does not answer. s3fs has no limit for a PUT that was not accepted."""
-SILENT_S = 5.0  # libraries try for minutes to reach a server that does not answer, and print nothing meanwhile
 _SLOWEST = 2**17  # bytes per second of a copy
-_CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws, or the role of the machine",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
-    "hf": "HF_TOKEN, or `hf auth login`",
-}
 _EACH_WRITE_IS_A_COMMIT = ("hf",)
-_SAME = {"s3a": "s3", "gcs": "gs"}
-_ABOUT_CREDENTIALS = re.compile(r"credential|access ?denied|forbidden|unauthorized|\b40[13]\b", re.IGNORECASE)
 
 
 class Objects(Store):
@@ -42,8 +30,7 @@ class Objects(Store):
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._scheme = url.partition("://")[0].lower()
-        self.few_writes: bool = self._scheme in _EACH_WRITE_IS_A_COMMIT
+        self.few_writes: bool = url.partition("://")[0].lower() in _EACH_WRITE_IS_A_COMMIT
 
     def __str__(self) -> str:
         return self._url
@@ -60,9 +47,6 @@ class Objects(Store):
                 files, root = url_to_fs(self._url)
             except ImportError as error:
                 raise CheckpointError(f"{self} needs a library: {error}.") from error
-            except ValueError as error:
-                schemes = ", ".join(f"{scheme}://" for scheme in ("s3", "gs", "hf"))
-                raise CheckpointError(f"{self} can't be used: {error}. Use {schemes} or a path.") from error
         return files, str(root).rstrip("/")
 
     def list(self, folder: str = "") -> list[str]:
@@ -117,23 +101,9 @@ class Objects(Store):
             yield file
 
     def probe(self, needed: int) -> None:
-        """Check it. A server that does not answer is reported before the library gives up."""
-        free = shutil.disk_usage(tempfile.gettempdir()).free
-        if free < needed:
-            raise CheckpointError(
-                f"checkpoints can't be written to {self}: one passes through temporary files in "
-                f"{tempfile.gettempdir()}, and needs at least {needed} bytes there, but {free} bytes are free. Free "
-                "some space, or set TMPDIR to a folder on another disk."
-            )
-        silent = f"unitrain: {self} has not answered for {SILENT_S:g} s. It is tried again before this is an error."
-        silence = threading.Timer(SILENT_S, lambda: print_stderr(silent))
-        silence.daemon = True
-        silence.start()
-        try:
-            with suppress(FileNotFoundError):
-                self.list()
-        finally:
-            silence.cancel()
+        """Look at it once."""
+        with suppress(FileNotFoundError):
+            self.list()
 
     @property
     def _files(self) -> Any:
@@ -153,11 +123,7 @@ class Objects(Store):
             return f"No space left in {folder}, for temporary files. Free some, or set TMPDIR to a folder elsewhere."
         if isinstance(error, FSTimeoutError):
             return f"the server has not answered, or was slower than {_SLOWEST} bytes/s after {PATIENCE_S:g} s."
-        text = super().reason(error).rstrip(".: ")
-        if not isinstance(error, PermissionError) and not _ABOUT_CREDENTIALS.search(text):
-            return f"{text}."
-        source = _CREDENTIALS.get(_SAME.get(self._scheme, self._scheme))
-        return f"{text}. Check the credentials{f' ({source})' if source else ''} and what they permit."
+        return super().reason(error)
 
 
 @contextmanager

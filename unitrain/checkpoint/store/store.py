@@ -113,10 +113,6 @@ class Store(Protocol):
             except Exception as error:
                 raise refusal(name.rpartition("/")[2].removesuffix(".pt"), value, error) from error
 
-    def point(self, name: str, folder: str | None) -> None:
-        """Make a name on a disk a link to a folder, or remove it if ``folder`` is None. Object stores have no links."""
-        return
-
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""
         return

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import errno
 import io
 import mmap
-import os
 import pickle
 import re
-import stat
-import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,15 +27,6 @@ _libc = ctypes.CDLL(None)
 _PAGE = mmap.PAGESIZE
 BLOCK = 2**20  # bytes that are read or written and then hashed, while they are in the processor's cache
 _BUFFERED = 2**16  # of small writes, of which an archive has about 40
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. A pipe would be waited for, and a device may be read for ever: both are refused."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def reason(error: Exception) -> str:
@@ -112,12 +99,9 @@ class MappedFiles:
 
     def load(self, path: Path) -> Any:
         """Return the content of a file of torch, with tensors on the CPU. Raises any exception of ``torch.load``."""
-        with open_regular(path) as file:
-            is_mappable = zipfile.is_zipfile(file)  # and not of a torch before 1.6
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
-        if is_mappable:
-            strided = [value for value in tensors(content) if value.layout == torch.strided and not value.is_meta]
-            self._keep(path, content, [value.untyped_storage() for value in strided])
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        strided = [value for value in tensors(content) if value.layout == torch.strided and not value.is_meta]
+        self._keep(path, content, [value.untyped_storage() for value in strided])
         return content
 
     def map(self, path: Path) -> torch.UntypedStorage:

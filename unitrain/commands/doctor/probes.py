@@ -13,7 +13,6 @@ from typing import Literal
 
 import psutil
 
-from unitrain import features
 from unitrain.commands.horovod.check import find_horovod
 from unitrain.communication.backend import backend_names
 from unitrain.launch.detect import detect
@@ -188,7 +187,6 @@ PROBES: dict[str, Callable[[], Finding | str]] = {
     "launched_by": _launched_by,
     "backends": _backends,
     "machine": _machine,
-    **features.declared("PROBES"),
     "network": _network,
     "host_name": _host_name,
 }

@@ -43,12 +43,3 @@ def attach(checkpoint: Checkpoint, sockets: Sockets) -> None:
     sockets.hooks.add_hook(copies)
     if copies.active:
         sockets.ways_back.append(copies)
-
-
-def _left_copies() -> str:
-    from unitrain.features.memory_copies.memory_store import left_copies
-
-    return left_copies()
-
-
-PROBES = {"copies_in_memory": _left_copies}

@@ -20,13 +20,13 @@ from unitrain.checkpoint.checkpoint import Checkpoint
 from unitrain.checkpoint.hooks import Candidate, CheckpointHook
 from unitrain.checkpoint.sharded.saving import NOTE, Portion, awaited_note, write_shards
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.located import DamagedError, store_at
+from unitrain.checkpoint.store.located import DamagedError
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Background
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.comparison import first_reason
 from unitrain.communication.structure import tensors
-from unitrain.errors import CheckpointError, ConfigError
+from unitrain.errors import CheckpointError
 from unitrain.features.memory_copies import Settings
 from unitrain.process import print_stderr
 from unitrain.training.hooks import StepHook
@@ -44,8 +44,8 @@ class _Identity(BaseModel):
 
     run: str
     life: Annotated[int, Field(ge=0)]  # the number of the last start
-    location: str = ""  # of the folder in that start
-    memory: str | None = None  # the setting ``memory_copies.folder`` in that start
+    location: str  # of the folder in that start
+    memory: str | None  # the setting ``memory_copies.folder`` in that start
 
 
 _SHARE = 0.01  # of the time, which copies may take
@@ -90,17 +90,13 @@ class MemoryCopies(StepHook, CheckpointHook):
         self._run = ""
         self._life = 0  # which start of the run this is
         self._left: tuple[str, str | None] | None = None  # location and setting of the last start, if they have changed
-        self._next = self._steps = 1 if self._every == "auto" else int(self._every)
+        steps = 1 if self._every == "auto" else int(self._every)
+        self._next = self._steps = min(steps, sockets.goes_back or steps)
         self._last: tuple[int, float] | None = None  # the step of the last copy, and when it was made
         self._cost_s = 0.0  # what that took
         self._newest = self._kept = ""  # the last copy, and the last that is known to be complete
         self._marks: list[tuple[int, str]] = []  # complete copies to go back to, with their steps
         self._why = ""  # the last one failed on this rank
-        if self._every != "auto" and self._every > 2 * sockets.goes_back > 0:
-            raise ConfigError(
-                f"memory_copies.every is {self._every}, but this run goes back {sockets.goes_back} steps or more at a "
-                f"spike, to a copy in memory: set it to auto, or to {2 * sockets.goes_back} at most."
-            )
         self._begin()
 
     def label(self) -> dict[str, Any]:
@@ -119,12 +115,7 @@ class MemoryCopies(StepHook, CheckpointHook):
         if run:
             identity = _Identity(run=run, life=life, location=now[0], memory=now[1])
             self._folder.put(_ID, identity.model_dump_json().encode())
-        left = (last.location, last.memory) if last and last.location else now
-        # The run's folder may have been copied, and not moved: then the copies in memory are of the other run.
-        if left[0] != now[0]:
-            with suppress(CheckpointError):
-                other = _identity(store_at(left[0]))
-                left = now if other and other.run == run else left
+        left = (last.location, last.memory) if last else now
         return run, life, None if left == now else left
 
     def discarded(self) -> None:
@@ -151,23 +142,24 @@ class MemoryCopies(StepHook, CheckpointHook):
         if self._every == 0 or self._background is not None:
             return []  # a script that goes back goes to what it has saved
 
-        def look() -> tuple[str, int, int]:
-            identity = _identity(self._folder.store)
-            run = identity.run if identity else ""
+        def look() -> tuple[int, int]:
             newest, life = next(iter(self._folder.steps()), None), 0
             if newest is None:
-                return run, 0, -1
+                return 0, -1
             with suppress(DamagedError):
                 life = int(self._folder.find(newest).manifest.features.get(self.name, {}).get("life", 0))
-            return run, life, newest
+            return life, newest
 
-        run, life, step = self._ranks.on_main(look)
+        after = self._ranks.on_main(look)
         store = self._meet()
-        if not run or store.why:
+        if not self._run or store.why:
             return []
-        if self._left is not None and store.leads:
-            store.take_over(folder_of(*self._left))
-        return store.recall(run, (life, step), self._settings)
+        if self._left is not None and store.leads and (folder := folder_of(*self._left)).is_dir():
+            print_stderr(
+                f"unitrain: the copies in memory in {folder} are not used: memory_copies.folder, or the place of the "
+                "run's folder, was another one. To use them, start the run with what it was."
+            )
+        return store.recall(self._run, after, self._settings)
 
     def _meet(self) -> MemoryStore:
         if self._store is None:
@@ -254,8 +246,8 @@ class MemoryCopies(StepHook, CheckpointHook):
             self.active = False
             if self._ranks.is_main:
                 print_stderr(
-                    f"unitrain: no more copies of the state in memory: {why}. A failure costs what was trained since "
-                    "the last checkpoint."
+                    f"unitrain: no more copies of the state in memory: {why.removesuffix('.')}. A failure costs what "
+                    "was trained since the last checkpoint."
                 )
         return bool(why)
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import psutil
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
+from xxhash import xxh3_64_hexdigest
 
 from unitrain.checkpoint.hooks import Candidate
 from unitrain.checkpoint.sharded.dcp import METADATA
@@ -52,7 +52,7 @@ class Written(BaseModel):
     writers: Annotated[int, Field(ge=1)]
     about: dict[str, Any]
     files: dict[FileName, Described]
-    layout: dict[str, Any]
+    pieces: list[Any]
 
 
 class Note(NamedTuple):
@@ -61,7 +61,6 @@ class Note(NamedTuple):
     Attributes:
         copy: the name of the copy.
         rank: the rank that has written the part.
-        digest: of the rank's own note.
         saved: the step of the newest checkpoint that was saved by then.
         writers: the number of ranks that have written the copy.
         same_job: whether there were as many ranks as now, with the same settings.
@@ -70,7 +69,6 @@ class Note(NamedTuple):
 
     copy: str
     rank: int
-    digest: str
     saved: int | None
     writers: int
     same_job: bool
@@ -84,31 +82,10 @@ class Part(NamedTuple):
     holders: list[int]
 
 
-def memory_folder(setting: str | None = None) -> Path:
-    """Return where copies are kept on this host."""
-    return Path(setting or (_SHM if os.access(_SHM, os.W_OK) else tempfile.gettempdir()))
-
-
-def prefix() -> str:
-    """Return how the names of this user's folders begin there, one for each run."""
-    return f"unitrain-{os.getuid()}-"
-
-
 def folder_of(location: str, setting: str | None = None) -> Path:
     """Return the folder on this host of a run that saves its checkpoints to a location."""
-    return memory_folder(setting) / f"{prefix()}{xxh3_64_hexdigest(location.encode())}"
-
-
-def left_copies() -> str:
-    """Return how many folders this user's runs have in the memory of this host. A job that was killed leaves them."""
-    folders, size = list(memory_folder().glob(f"{prefix()}*")), 0
-    for file in (file for folder in folders for file in folder.rglob("*")):
-        with suppress(FileNotFoundError):  # a run replaces its copies
-            size += file.stat().st_size
-    if not folders:
-        return "none"
-    where = f"{memory_folder() / prefix()}* (folders: {len(folders)})"
-    return f"{size / 2**30:.1f} GiB in {where}: remove the folders of runs that are not resumed"
+    parent = setting or (_SHM if os.access(_SHM, os.W_OK) else tempfile.gettempdir())
+    return Path(parent, f"unitrain-{os.getuid()}-{xxh3_64_hexdigest(location.encode())}")
 
 
 class MemoryStore:
@@ -168,19 +145,6 @@ class MemoryStore:
                     room.append(int((group / "memory.max").read_text()) - int(used["anon"]) - int(used["shmem"]))
         return min(room)
 
-    def take_over(self, folder: Path) -> None:
-        """Move the copies that the run has kept in another folder of this host here, or say why they are not used."""
-        if folder.is_dir():
-            try:
-                os.rename(folder, self.disk.root)
-                self.make()
-            except OSError as error:
-                print_stderr(
-                    f"unitrain: the copies in memory in {folder} are not used: memory_copies.folder, or the place of "
-                    f"the run's folder, was another one, and they can't be moved to {self.disk.root} "
-                    f"({error.strerror or error})."
-                )
-
     def keep_only(self, *copies: str) -> None:
         """Remove other copies from this host."""
         for name in self.disk.list():
@@ -226,10 +190,7 @@ class MemoryStore:
         copies: dict[str, dict[int, Part]] = {}
         for holder, of_host in enumerate(self._ranks.all_gather_data(notes)):
             for note in (Note(*fields) for fields in of_host):
-                part = copies.setdefault(note.copy, {}).setdefault(note.rank, Part(note, []))
-                # Two starts of the run may have made a copy of one name, each on another host.
-                if part.note.digest == note.digest:
-                    part.holders.append(holder)
+                copies.setdefault(note.copy, {}).setdefault(note.rank, Part(note, [])).holders.append(holder)
         return copies
 
     def _notes(self, run: str, settings: dict[str, Any]) -> Iterator[Note]:
@@ -251,10 +212,10 @@ class MemoryStore:
                     others.add(copy)
                 else:
                     about = note.about.get("strategy"), note.about.get("world_size")
-                    digest, rank = xxh3_128_hexdigest(content), int(_NOTE.sub(r"\1", name))
+                    rank = int(_NOTE.sub(r"\1", name))
                     files[name] = len(content)
                     same_job = about == (settings, self._ranks.world_size)
-                    yield Note(copy, rank, digest, note.saved, note.writers, same_job, files)
+                    yield Note(copy, rank, note.saved, note.writers, same_job, files)
         if others:
             print_stderr(
                 f"unitrain: {self.disk} has copies of another run in memory, up to {max(others, key=_newness)}. They "
@@ -308,26 +269,22 @@ class MemoryStore:
         A rank that can't read or write the file takes part nevertheless, since the others wait for it.
         """
         ranks, why = self._ranks, ""
-        place = f"{self.disk.shown(name)} on {self.host[ranks.rank]}"
         source = torch.zeros(1, dtype=torch.uint8).expand(size)
-        target = torch.empty(size, dtype=torch.uint8, device="meta")  # where this host needs no file
+        target = torch.empty(size, dtype=torch.uint8, device="cpu" if ranks.rank in to else "meta")
+        place = self.disk.shown(name)
         try:
-            with self.disk.draft(name) as path:
-                try:
-                    if ranks.rank == src:
-                        source = torch.from_file(self.disk.shown(name), shared=False, size=size, dtype=torch.uint8)
-                    elif ranks.rank in to:
-                        self.disk.make(os.path.dirname(name))
-                        with open(path, "wb") as file:
-                            # Without room, this is an error. To write to mapped memory would kill the process.
-                            os.posix_fallocate(file.fileno(), 0, size)
-                        target = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-                except (OSError, RuntimeError) as error:  # torch raises the latter
-                    why = f"{place}: {error}"
-                    path.unlink(missing_ok=True)
-                broadcast_tensors(ranks, [target], [source], src=src)
+            if ranks.rank == src:
+                source = torch.from_file(place, shared=False, size=size, dtype=torch.uint8)
+        except RuntimeError as error:
+            why = f"{place} on {self.host[ranks.rank]}: {error}"
+        broadcast_tensors(ranks, [target], [source], src=src)
+        try:
+            if ranks.rank in to:
+                self.disk.make(os.path.dirname(name))
+                with self.disk.draft(name) as path:
+                    target.numpy().tofile(path)
         except OSError as error:
-            why = f"{place}: {error}"
+            why = f"{place} on {self.host[ranks.rank]}: {error}"
         return why
 
 
