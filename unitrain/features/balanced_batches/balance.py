@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from unitrain.data.order.division import Division
 from unitrain.data.order.order import Order
-from unitrain.errors import ConfigError, DataError
-from unitrain.features.balanced_batches.sorting import Costs, SortedWindows
+from unitrain.errors import DataError
 
 _EXACT = 1e-3  # the bound is at most so much larger than it need be, in proportion
 
@@ -33,13 +32,12 @@ _EXACT = 1e-3  # the bound is at most so much larger than it need be, in proport
 class Balance(Division):
     """Divides by the costs of samples, and by how the cost of a micro-batch follows from them."""
 
-    costs: Costs
+    costs: Callable[[Any], NDArray[np.float64]]
+    """Returns the costs of samples: by index or, in a plan, by position; in a stream, of the samples themselves."""
     padded: bool
     """Whether a micro-batch costs its size times its longest sample, and not the sum."""
     most: float | None = None
     """The most that a micro-batch of a rank with a share of 1 may cost; None for a given number of micro-batches."""
-    sort_window: int | None = None
-    """Number of global batches within which samples are sorted; None to leave the order as it is."""
     digest: str = ""
     """A digest of the costs of a map-style dataset's samples."""
 
@@ -51,26 +49,11 @@ class Balance(Division):
     @property
     def facts(self) -> Mapping[str, Any]:
         """The arguments, which must be the same on all ranks."""
-        digest = {"a digest of the lengths or costs of samples": self.digest}
-        return {**digest, "max_cost": self.most, "sort_window": self.sort_window}
+        return {"a digest of the lengths or costs of samples": self.digest, "max_cost": self.most}
 
-    @property
-    def order_facts(self) -> Mapping[str, Any] | None:
-        """The window and the lengths, if samples are sorted."""
-        if self.sort_window is None:
-            return None
-        return {"sort_window": self.sort_window, "a digest of the lengths": self.digest}
-
-    def in_epoch(self, order: Order, global_batch: int | None, samples: int, seed: int) -> tuple[Order, Balance]:
-        """Sort the samples in windows, if asked to, and look up the costs of positions."""
-        costs = self.costs
-        if self.sort_window is not None:
-            if global_batch is None:
-                raise ConfigError(
-                    "sort_window makes global batches, and so does batch_sampler: sort in the batch_sampler instead."
-                )
-            order = SortedWindows(order, samples, global_batch, costs, self.sort_window, seed)
-        return order, replace(self, costs=lambda positions: costs(order.take(positions)))
+    def in_epoch(self, order: Order) -> Balance:
+        """Look up the costs of positions in an order."""
+        return replace(self, costs=lambda positions: self.costs(order.take(positions)))
 
     def check(self, costs: NDArray[np.float64], first: int = 0) -> None:
         """Raise DataError unless the samples from number ``first`` on can have these costs."""

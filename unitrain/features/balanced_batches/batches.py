@@ -23,9 +23,6 @@ class BalancedBatches:
         costs: the same without padding, where the costs of samples add up: packed sequences, graphs.
         max_cost: the most that a batch of one process may cost, instead of ``accumulate``. Of padded batches, the cost
             is their size times their longest sample.
-        sort_window: with ``lengths``, sort map-style samples by length within windows of this many global batches, so
-            that a global batch has similar lengths. This is another order than without, but the same on any number of
-            ranks.
 
     Raises:
         ConfigError: arguments contradict each other.
@@ -41,22 +38,14 @@ class BalancedBatches:
         lengths: Sequence[float] | Callable[[Any], float] | None = None,
         costs: Sequence[float] | Callable[[Any], float] | None = None,
         max_cost: float | None = None,
-        sort_window: int | None = None,
     ) -> None:
         if (lengths is None) == (costs is None):
             raise ConfigError(
                 "pass lengths (of samples that are padded to the longest of a batch) or costs (that add up), not "
                 f"{'both' if costs is not None else 'neither'}."
             )
-        if sort_window is not None:
-            if lengths is None:
-                raise ConfigError("sort_window saves padding, but costs add up without padding: pass lengths instead.")
-            if type(sort_window) is not int or sort_window < 2:
-                raise ConfigError(
-                    f"sort_window must be an integer of at least 2 (global batches), not {sort_window!r}."
-                )
         self._name, self._given = ("costs", costs) if lengths is None else ("lengths", lengths)
-        self._options: dict[str, Any] = {"padded": costs is None, "most": max_cost, "sort_window": sort_window}
+        self._options: dict[str, Any] = {"padded": costs is None, "most": max_cost}
 
     def division(self, dataset: Any, *, is_stream: bool) -> Balance:
         """Return the division of a dataset.
@@ -67,11 +56,6 @@ class BalancedBatches:
         """
         given: Any = self._given
         if is_stream:
-            if self._options["sort_window"] is not None:
-                raise ConfigError(
-                    "sort_window makes global batches from a map-style dataset: sort in a buffer of the iterable "
-                    "dataset instead."
-                )
             if not callable(given):
                 raise ConfigError(
                     f"{self._name} of an iterable dataset must be a function of a sample, such as {self._name}=len."
