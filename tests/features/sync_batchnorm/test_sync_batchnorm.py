@@ -1,4 +1,4 @@
-"""Synchronised BatchNorm, compared with BatchNorm on the concatenated batch, in float64 to 1e-10, and compiled."""
+"""Synchronised BatchNorm, compared with BatchNorm on the concatenated batch, in float64 to 1e-10."""
 
 from __future__ import annotations
 
@@ -220,19 +220,6 @@ def test_a_process_that_splits_batches_over_several_devices_is_refused(monkeypat
     monkeypatch.setattr("unitrain.backends.data_parallel._devices", lambda config: devices)
     with pytest.raises(ConfigError, match=r"sync_batchnorm is not supported by backend data_parallel on 2 devices"):
         unitrain.init(backend="data_parallel", device="cpu", sync_batchnorm=True)
-
-
-@pytest.mark.all("test_compile.py compiles such layers on two ranks")
-@on_ranks()
-def test_they_are_exported_without_graph_breaks() -> None:
-    with _open() as strategy:
-        layers = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.BatchNorm2d(CHANNELS, momentum=None)).double()
-        batch_norm.synchronise(layers, strategy.communicator, strategy._step.batches.current_batch)
-        x = _batch(3, (4, 5), strategy.rank)
-        explained = torch._dynamo.explain(layers)(x)
-        assert (explained.graph_count, explained.graph_break_count) == (1, 0)
-        torch._dynamo.reset()
-        torch.testing.assert_close(torch.export.export(layers, (x,)).module()(x), layers(x), rtol=0, atol=0)
 
 
 def test_no_layer_waits_for_a_gpu() -> None:

@@ -42,6 +42,7 @@ class SyncBatchNorm(GlobalBatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if not self.training or self.ranks.communicator.world_size == 1:
             return type(self).local_forward(self, input)
+        output: Tensor
         output, statistics = self.ranks.normalise(input, self.weight, self.bias, self.eps, self.sync_name)
         if self.track_running_stats:
             self._update_running(statistics)
@@ -116,7 +117,7 @@ def synchronise(
     ]
     if not layers:
         return
-    from unitrain.features.sync_batchnorm.ops import LayerContext  # registers operators, which takes a while
+    from unitrain.features.sync_batchnorm.ops import LayerContext  # imports the compiler, which takes a while
 
     ranks = LayerContext(communicator, current_batch)
     for name, layer in layers:
