@@ -192,9 +192,9 @@ def _refuse_coupled(optimizer: Optimizer) -> None:
     # The option of Apex's, NVIDIA's and timm's LAMB, which clip by the norm of all gradients.
     if estimates or any(group.get("max_grad_norm") for group in optimizer.param_groups):
         raise UsageError(
-            f"shard_optimizer does not support this {type(optimizer).__name__}: it computes a value from all parameters "
-            "or gradients, of which each rank has a part. Set shard_optimizer to false, or use an optimizer such as "
-            "AdamW or Muon. (Of a LAMB, set max_grad_norm to None, and the setting clip_norm.)"
+            f"shard_optimizer does not support this {type(optimizer).__name__}: it computes a value from all "
+            "parameters or gradients, of which each rank has a part. Set shard_optimizer to false, or use an optimizer "
+            "such as AdamW or Muon. (Of a LAMB, set max_grad_norm to None, and the setting clip_norm.)"
         )
 
 
