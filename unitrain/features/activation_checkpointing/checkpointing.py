@@ -30,7 +30,7 @@ class ActivationCheckpointing(Feature, ModulePass):
 
     def inspect(self, modules: Sequence[nn.Module]) -> None:
         """Find the blocks: a class may be of one of several modules only."""
-        self._blocks = set(find_blocks(modules, self._wanted)) if self._wanted else set()
+        self._blocks = set(find_blocks(modules, self._wanted))
 
     def apply(self, module: nn.Module) -> None:
         """Checkpoint the activations of a module's blocks. The hooks of a block are not run again."""
