@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from numpy.typing import NDArray
 from pretended import pretended_rank, trained
 from ranks import run_ranks
 from streams import Numbers, Shards, of_workers
@@ -24,41 +25,40 @@ from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.features.balanced_batches import BalancedBatches
 from unitrain.features.balanced_batches.balance import Balance
 
-COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+LISTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 
-def parts_of(costs: Sequence[float], ranks: int, cuts: int = 1, most: float | None = None, **given: Any) -> list[Any]:
-    shares = given.pop("shares", (1,) * ranks)
-    made = Balance(np.array(costs, float).__getitem__, given.pop("padded", True), most)
-    return made.parts(np.arange(len(costs)), 0, cuts, shares)
+def parts_of(
+    lengths: Sequence[float], shares: Sequence[int], cuts: int = 1, most: float | None = None
+) -> list[list[NDArray[np.int64]]]:
+    return Balance(np.array(lengths, float).__getitem__, most).parts(np.arange(len(lengths)), 0, cuts, shares)
 
 
 def padded(costs: Sequence[float], part: Any) -> float:
     return len(part) * max((costs[i] for i in part), default=0)
 
 
-@given(COSTS, st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_each_sample_is_in_one_part(costs: list[int], ranks: int, cuts: int, by_length: bool) -> None:
-    parts = parts_of(costs, ranks, cuts, padded=by_length)
+@given(LISTS, st.integers(1, 5), st.integers(1, 4))
+def test_each_sample_is_in_one_part(lengths: list[int], ranks: int, cuts: int) -> None:
+    parts = parts_of(lengths, (1,) * ranks, cuts)
     assert {len(of_ranks) for of_ranks in parts} == {ranks}
-    assert sorted(i for of_ranks in parts for part in of_ranks for i in part) == list(range(len(costs)))
-    if len(costs) >= ranks * cuts:
+    assert sorted(i for of_ranks in parts for part in of_ranks for i in part) == list(range(len(lengths)))
+    if len(lengths) >= ranks * cuts:
         assert all(len(part) for of_ranks in parts for part in of_ranks)
 
 
-@given(COSTS, st.integers(1, 4), st.integers(0, 60), st.booleans())
-def test_no_part_costs_more_than_the_most(costs: list[int], ranks: int, more: int, by_length: bool) -> None:
-    most = max(costs) + more
-    parts = parts_of(costs, ranks, most=most, padded=by_length)
-    assert sorted(i for of_ranks in parts for part in of_ranks for i in part) == list(range(len(costs)))
-    of = padded if by_length else (lambda costs, part: sum(costs[i] for i in part))
-    assert all(of(costs, part) <= most for of_ranks in parts for part in of_ranks)
+@given(LISTS, st.integers(1, 4), st.integers(0, 60))
+def test_no_part_costs_more_than_the_most(lengths: list[int], ranks: int, more: int) -> None:
+    most = max(lengths) + more
+    parts = parts_of(lengths, (1,) * ranks, most=most)
+    assert sorted(i for of_ranks in parts for part in of_ranks for i in part) == list(range(len(lengths)))
+    assert all(padded(lengths, part) <= most for of_ranks in parts for part in of_ranks)
     assert all(any(len(part) for part in of_ranks) for of_ranks in parts), "no micro-batch is empty"
 
 
 @given(st.lists(st.integers(1, 50), min_size=3, max_size=9))
 def test_no_other_cut_has_a_lower_padded_cost(lengths: list[int]) -> None:
-    [parts] = parts_of(lengths, 3)
+    [parts] = parts_of(lengths, (1, 1, 1))
     falling = sorted(lengths, reverse=True)
     cuts = combinations(range(1, len(lengths)), 2)
     best = min(max(i * falling[0], (j - i) * falling[i], (len(falling) - j) * falling[j]) for i, j in cuts)
@@ -66,14 +66,12 @@ def test_no_other_cut_has_a_lower_padded_cost(lengths: list[int]) -> None:
 
 
 def test_shares_are_kept_by_cost() -> None:
-    [parts] = parts_of([8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1], 2, shares=(3, 1), padded=False)
-    loads = [sum([8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1][i] for i in part) for part in parts]
-    assert loads == [24, 8]
+    [parts] = parts_of([1] * 16, (3, 1))
+    assert list(map(len, parts)) == [12, 4]
 
 
-@pytest.mark.parametrize("by_length", [True, False])
-def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says(by_length: bool) -> None:
-    balance = Balance(np.arange(1.0, 8.0).__getitem__, by_length)
+def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says() -> None:
+    balance = Balance(np.arange(1.0, 8.0).__getitem__)
     for plan in (
         EpochPlan(samples=7, global_batch=3, accumulate=2, rank=0, world_size=4, drop_last=False, division=balance),
         BatchPlan(sizes=(3, 3, 1), accumulate=2, rank=0, world_size=4, division=balance),
@@ -92,7 +90,7 @@ def loader_of(rank: int = 0, world_size: int = 1, accumulate: int = 1, **given: 
 
 def batched(given: dict[str, Any]) -> dict[str, Any]:
     """Return options of a loader, with those of balanced batches as its batching if any is given."""
-    options = {name: given[name] for name in ("lengths", "costs", "max_cost") if name in given}
+    options = {name: given[name] for name in ("lengths", "max_cost") if name in given}
     others = {name: value for name, value in given.items() if name not in options}
     return {**others, "batching": BalancedBatches(**options)} if any(options.values()) else others
 
@@ -109,10 +107,10 @@ BATCHES = [list(range(8)), list(range(8, 17)), list(range(17, 23)), list(range(2
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"max_cost": 40.0}, {"lengths": None, "costs": lambda i: LENGTHS[i]}, {"batch_sampler": BATCHES}]
+    "given", [{}, {"max_cost": 40.0}, {"lengths": lambda i: LENGTHS[i]}, {"batch_sampler": BATCHES}]
 )
 def test_global_batches_do_not_change_and_a_resume_is_on_any_ranks(given: dict[str, Any]) -> None:
-    plain = loader_of(**{**given, "lengths": None, "costs": None, "max_cost": None})
+    plain = loader_of(**{**given, "lengths": None, "max_cost": None})
     expected = [sorted(step) for step in steps_of(plain, plain)]
     one = loader_of(**given)
     assert [sorted(step) for step in steps_of(one, one)] == expected
@@ -136,8 +134,8 @@ def length_of(sample: Tensor) -> int:
     ("data", "given", "error", "message"),
     [
         (Numbers(9), {"lengths": LENGTHS}, ConfigError, r"lengths of an iterable dataset must be a function"),
-        (Shards([9]), {"costs": length_of}, ConfigError, r"a sharded Shards can't be divided .*: pass sharded=False"),
-        (Numbers(9), {"costs": torch.Tensor.item}, DataError, r"costs must be positive numbers, but go from 0\.0"),
+        (Shards([9]), {"lengths": length_of}, ConfigError, r"a sharded Shards can't be divided .*: pass sharded=False"),
+        (Numbers(9), {"lengths": torch.Tensor.item}, DataError, r"lengths must be positive numbers, but go from 0\.0"),
         (Numbers(9), {"lengths": length_of, "max_cost": 18}, DataError, r"sample 8 costs 19, .* more than max_cost=18"),
     ],
 )  # fmt: skip
@@ -242,8 +240,6 @@ def test_balanced_training_is_that_of_one_process_and_continues_on_other_ranks(t
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"costs": LENGTHS}, ConfigError, "pass lengths .* or costs .*, not both"),
-        ({"lengths": None, "max_cost": 3}, ConfigError, "pass lengths .* or costs .*, not neither"),
         ({"lengths": LENGTHS[1:]}, DataError, r"a number for each of the 30 samples, but has shape \[29\]"),
         ({"lengths": [0, *LENGTHS[1:]]}, DataError, r"lengths must be positive numbers, but go from 0\.0 to 19\.0"),
         ({"max_cost": 18}, DataError, "sample 8 costs 19, which is more than max_cost=18"),

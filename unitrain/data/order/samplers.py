@@ -82,7 +82,7 @@ class Orders:
         if isinstance(self._plan, EpochPlan) and self._samples() != self._plan.samples:
             raise DataError(
                 f"the dataset has {self._samples()} samples, but had {self._plan.samples} when the loader was made, "
-                "and batching= knows of these only: make a new loader, with lengths or costs for all samples."
+                "and batching= knows of these only: make a new loader, with lengths for all samples."
             )
         return Epoch(replace(plan, division=plan.division.in_epoch(order)), order, repeats)
 
