@@ -23,25 +23,21 @@ class Exchange:
     def __init__(self, communicator: Communicator, owned: Sequence[Sequence[Tensor]], name: str) -> None:
         self._collectives = communicator.collectives
         self._name = name
-        self._large: list[tuple[int, list[Tensor]]] = []  # with their owners
-        self._small: list[tuple[int, list[Tensor]]] = []
+        large: list[tuple[int, list[Tensor]]] = []  # with their owners
+        small: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         for owner, parameters in enumerate(owned):
-            small: dict[torch.dtype, list[Tensor]] = defaultdict(list)
             for p in filter(Tensor.numel, parameters):
                 if p.nbytes >= LARGE or p.device != communicator.device:
-                    self._large.append((owner, [p]))
+                    large.append((owner, [p]))
                 else:
-                    small[p.dtype].append(p)
-            self._small += [(owner, together) for together in small.values()]
+                    small[owner, p.dtype].append(p)
+        # First the large ones, which need no buffer: they are on their way while small ones are packed.
+        self._sent = [*large, *((owner, together) for (owner, _), together in small.items())]
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Overwrite the parameters. Collective."""
-        # First the large ones, which need no buffer: they are on their way while small ones are packed.
-        sent = [*self._large, *self._small]
-        finishes = [
-            self._broadcast(parameters, owner, f"{self._name}.{i}") for i, (owner, parameters) in enumerate(sent)
-        ]
+        finishes = [self._broadcast(sent, owner, f"{self._name}.{i}") for i, (owner, sent) in enumerate(self._sent)]
         for finish in finishes:
             finish()
 
