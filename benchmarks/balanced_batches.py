@@ -7,7 +7,6 @@ batch, on two and four processes of this machine. Each way trains an epoch of th
 
 - every W-th sample of a global batch (UniTrain without lengths, and PyTorch's DistributedSampler);
 - UniTrain with lengths, and with ``length + length**2 / 1000`` instead, as transformers counts attention;
-- UniTrain with lengths and ``sort_window``, which changes the global batches;
 - transformers' length grouping, which changes the global batches, and its batch rebalancing.
 """
 
@@ -32,12 +31,11 @@ from unitrain.recipes.speaker_verification import model as speaker_model
 from unitrain.recipes.text import gpt
 
 PROCESSES = (2, 4)
-PLAIN, BALANCED, QUADRATIC, SORTED, GROUPED, REBALANCED = (
-    "every W-th sample", "lengths", "lengths, with squares", "lengths, sorted in windows",
+PLAIN, BALANCED, QUADRATIC, GROUPED, REBALANCED = (
+    "every W-th sample", "lengths", "lengths, with squares",
     "transformers, grouped by length", "transformers, rebalanced",
 )  # fmt: skip
 ROUNDS, SHORT = 5, 2
-WINDOW = 8  # global batches; half of an epoch
 VOCABULARY = 256
 
 
@@ -93,9 +91,6 @@ def _batches(name: str, task: Task, strategy: unitrain.Strategy) -> Iterable[lis
         return strategy.dataloader(range(len(lengths)), **sharing)
     if name == BALANCED:
         return strategy.dataloader(range(len(lengths)), batching=BalancedBatches(lengths=lengths), **sharing)
-    if name == SORTED:
-        by_length = BalancedBatches(lengths=lengths, sort_window=WINDOW)
-        return strategy.dataloader(range(len(lengths)), batching=by_length, **sharing)
     if name == QUADRATIC:
         costs = [length + length**2 / 1000 for length in lengths]
         return strategy.dataloader(range(len(lengths)), batching=BalancedBatches(lengths=costs), **sharing)
@@ -115,7 +110,7 @@ def measure_world(which: str, rounds: int, short: bool) -> Found | None:
         model, optimizer = strategy.prepare(task.model, torch.optim.SGD(task.model.parameters(), lr=1e-3))
         padded: dict[str, list[int]] = {}
         ways = {}
-        for name in (PLAIN, BALANCED, QUADRATIC, SORTED, GROUPED, REBALANCED):
+        for name in (PLAIN, BALANCED, QUADRATIC, GROUPED, REBALANCED):
             batches, costs = _batches(name, task, strategy), padded.setdefault(name, [])
             ways[name] = partial(_epoch, strategy, task, model, optimizer, batches, costs)
         found: Found = {**compared(alternate(ways, rounds, before=strategy.barrier), PLAIN)}

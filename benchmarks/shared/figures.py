@@ -105,7 +105,6 @@ def balanced_batches(results: Results, figure: Figure) -> None:
     names = {
         "every W-th sample": "every W-th sample",
         "lengths": "lengths",
-        "lengths, sorted in windows": "lengths, sort_window",
         "transformers, grouped by length": "transformers, grouped by length",
     }
     axes = figure.subplots(1, 2, sharey=True)

@@ -291,7 +291,7 @@ def test_other_data_of_the_same_length_are_refused() -> None:
 
 
 def test_a_state_of_something_else_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"not the state of a loader: it lacks batching, consumed, epoch"):
+    with pytest.raises(CheckpointError, match=r"not the state of a loader: it lacks consumed, epoch"):
         plain_loader().load_state_dict({"seed": 0})
 
 

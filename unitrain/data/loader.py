@@ -371,15 +371,8 @@ class Loader:
             "global_batch_size": self.global_batch_size,
             # With the epoch that it is of: at the end of an epoch, the position may be the previous one's.
             "order": [self._epoch, drawn] if drawn else None,
-            "batching": self._batching,
             **self._source.seeks(self._epoch, position["steps"]),
         }
-
-    @property
-    def _batching(self) -> dict[str, Any] | None:
-        """Plain data that the order depends on if the division changes it; else None."""
-        facts = None if self._given.division is None else self._given.division.order_facts
-        return None if facts is None else {**facts, "the global batch size": self.global_batch_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state`` in the next iteration, with any number of ranks and any backend.
@@ -430,14 +423,6 @@ class Loader:
         """
         if isinstance(self._source, Iterable):
             return self._source.resume(state)
-        saved, current = ({**(facts or {})} for facts in (state.get("batching"), self._batching))
-        if saved != current:
-            raise CheckpointError(
-                f"epoch {state['epoch']} can't continue after {state['consumed']} samples: "
-                f"{', '.join({**saved, **current})}, on which the order depends, were "
-                f"{[*saved.values()] or None} and are now {[*current.values()] or None}. Use the same as before, or "
-                "start a new epoch: set loader.epoch."
-            )
         if self._compared is None:
             self._source.forget()
         seed, epoch = state["seed"], state["epoch"]

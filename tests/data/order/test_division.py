@@ -19,8 +19,8 @@ from unitrain.data.order.order import Order
 class Blocks(Division):
     """Gives each rank consecutive samples, in as many micro-batches as are asked for."""
 
-    def in_epoch(self, order: Order, global_batch: int | None, samples: int, seed: int) -> tuple[Order, Blocks]:
-        return order, self
+    def in_epoch(self, order: Order) -> Blocks:
+        return self
 
     def parts(self, samples: Any, first: int, cuts: int, shares: Sequence[int]) -> list[list[NDArray[np.int64]]]:
         blocks = np.array_split(np.arange(first, first + len(samples)), cuts * len(shares))

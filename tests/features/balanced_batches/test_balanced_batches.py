@@ -1,4 +1,4 @@
-"""Batches that are balanced or sorted by what samples cost: each sample once, whatever the ranks, and no long waits."""
+"""Batches that are balanced by what samples cost: each sample once, whatever the ranks, and no long waits."""
 
 from __future__ import annotations
 
@@ -13,55 +13,52 @@ import pytest
 import torch
 from hypothesis import given
 from numpy.typing import NDArray
-from pretended import in_training, pretended_rank, trained
+from pretended import pretended_rank, trained
 from ranks import run_ranks
 from streams import Numbers, Shards, of_workers
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import IterableDataset, TensorDataset
 
 import unitrain
-from unitrain import CheckpointError, ConfigError, DataError, UsageError
-from unitrain.data.order.order import Shuffled
+from unitrain import ConfigError, DataError, UsageError
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.features.balanced_batches import BalancedBatches
 from unitrain.features.balanced_batches.balance import Balance
-from unitrain.features.balanced_batches.sorting import SortedWindows
 
-COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+LISTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 
-def parts_of(costs: Sequence[float], ranks: int, cuts: int = 1, most: float | None = None, **given: Any) -> list[Any]:
-    shares = given.pop("shares", (1,) * ranks)
-    made = Balance(np.array(costs, float).__getitem__, given.pop("padded", True), most)
-    return made.parts(np.arange(len(costs)), 0, cuts, shares)
+def parts_of(
+    lengths: Sequence[float], shares: Sequence[int], cuts: int = 1, most: float | None = None
+) -> list[list[NDArray[np.int64]]]:
+    return Balance(np.array(lengths, float).__getitem__, most).parts(np.arange(len(lengths)), 0, cuts, shares)
 
 
 def padded(costs: Sequence[float], part: Any) -> float:
     return len(part) * max((costs[i] for i in part), default=0)
 
 
-@given(COSTS, st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_each_sample_is_in_one_part(costs: list[int], ranks: int, cuts: int, by_length: bool) -> None:
-    parts = parts_of(costs, ranks, cuts, padded=by_length)
+@given(LISTS, st.integers(1, 5), st.integers(1, 4))
+def test_each_sample_is_in_one_part(lengths: list[int], ranks: int, cuts: int) -> None:
+    parts = parts_of(lengths, (1,) * ranks, cuts)
     assert {len(of_ranks) for of_ranks in parts} == {ranks}
-    assert sorted(i for of_ranks in parts for part in of_ranks for i in part) == list(range(len(costs)))
-    if len(costs) >= ranks * cuts:
+    assert sorted(i for of_ranks in parts for part in of_ranks for i in part) == list(range(len(lengths)))
+    if len(lengths) >= ranks * cuts:
         assert all(len(part) for of_ranks in parts for part in of_ranks)
 
 
-@given(COSTS, st.integers(1, 4), st.integers(0, 60), st.booleans())
-def test_no_part_costs_more_than_the_most(costs: list[int], ranks: int, more: int, by_length: bool) -> None:
-    most = max(costs) + more
-    parts = parts_of(costs, ranks, most=most, padded=by_length)
-    assert sorted(i for of_ranks in parts for part in of_ranks for i in part) == list(range(len(costs)))
-    of = padded if by_length else (lambda costs, part: sum(costs[i] for i in part))
-    assert all(of(costs, part) <= most for of_ranks in parts for part in of_ranks)
+@given(LISTS, st.integers(1, 4), st.integers(0, 60))
+def test_no_part_costs_more_than_the_most(lengths: list[int], ranks: int, more: int) -> None:
+    most = max(lengths) + more
+    parts = parts_of(lengths, (1,) * ranks, most=most)
+    assert sorted(i for of_ranks in parts for part in of_ranks for i in part) == list(range(len(lengths)))
+    assert all(padded(lengths, part) <= most for of_ranks in parts for part in of_ranks)
     assert all(any(len(part) for part in of_ranks) for of_ranks in parts), "no micro-batch is empty"
 
 
 @given(st.lists(st.integers(1, 50), min_size=3, max_size=9))
 def test_no_other_cut_has_a_lower_padded_cost(lengths: list[int]) -> None:
-    [parts] = parts_of(lengths, 3)
+    [parts] = parts_of(lengths, (1, 1, 1))
     falling = sorted(lengths, reverse=True)
     cuts = combinations(range(1, len(lengths)), 2)
     best = min(max(i * falling[0], (j - i) * falling[i], (len(falling) - j) * falling[j]) for i, j in cuts)
@@ -69,14 +66,12 @@ def test_no_other_cut_has_a_lower_padded_cost(lengths: list[int]) -> None:
 
 
 def test_shares_are_kept_by_cost() -> None:
-    [parts] = parts_of([8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1], 2, shares=(3, 1), padded=False)
-    loads = [sum([8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1][i] for i in part) for part in parts]
-    assert loads == [24, 8]
+    [parts] = parts_of([1] * 16, (3, 1))
+    assert list(map(len, parts)) == [12, 4]
 
 
-@pytest.mark.parametrize("by_length", [True, False])
-def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says(by_length: bool) -> None:
-    balance = Balance(np.arange(1.0, 8.0).__getitem__, by_length)
+def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says() -> None:
+    balance = Balance(np.arange(1.0, 8.0).__getitem__)
     for plan in (
         EpochPlan(samples=7, global_batch=3, accumulate=2, rank=0, world_size=4, drop_last=False, division=balance),
         BatchPlan(sizes=(3, 3, 1), accumulate=2, rank=0, world_size=4, division=balance),
@@ -95,7 +90,7 @@ def loader_of(rank: int = 0, world_size: int = 1, accumulate: int = 1, **given: 
 
 def batched(given: dict[str, Any]) -> dict[str, Any]:
     """Return options of a loader, with those of balanced batches as its batching if any is given."""
-    options = {name: given[name] for name in ("lengths", "costs", "max_cost", "sort_window") if name in given}
+    options = {name: given[name] for name in ("lengths", "max_cost") if name in given}
     others = {name: value for name, value in given.items() if name not in options}
     return {**others, "batching": BalancedBatches(**options)} if any(options.values()) else others
 
@@ -112,10 +107,10 @@ BATCHES = [list(range(8)), list(range(8, 17)), list(range(17, 23)), list(range(2
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"max_cost": 40.0}, {"lengths": None, "costs": lambda i: LENGTHS[i]}, {"batch_sampler": BATCHES}]
+    "given", [{}, {"max_cost": 40.0}, {"lengths": lambda i: LENGTHS[i]}, {"batch_sampler": BATCHES}]
 )
 def test_global_batches_do_not_change_and_a_resume_is_on_any_ranks(given: dict[str, Any]) -> None:
-    plain = loader_of(**{**given, "lengths": None, "costs": None, "max_cost": None})
+    plain = loader_of(**{**given, "lengths": None, "max_cost": None})
     expected = [sorted(step) for step in steps_of(plain, plain)]
     one = loader_of(**given)
     assert [sorted(step) for step in steps_of(one, one)] == expected
@@ -139,8 +134,8 @@ def length_of(sample: Tensor) -> int:
     ("data", "given", "error", "message"),
     [
         (Numbers(9), {"lengths": LENGTHS}, ConfigError, r"lengths of an iterable dataset must be a function"),
-        (Shards([9]), {"costs": length_of}, ConfigError, r"a sharded Shards can't be divided .*: pass sharded=False"),
-        (Numbers(9), {"costs": torch.Tensor.item}, DataError, r"costs must be positive numbers, but go from 0\.0"),
+        (Shards([9]), {"lengths": length_of}, ConfigError, r"a sharded Shards can't be divided .*: pass sharded=False"),
+        (Numbers(9), {"lengths": torch.Tensor.item}, DataError, r"lengths must be positive numbers, but go from 0\.0"),
         (Numbers(9), {"lengths": length_of, "max_cost": 18}, DataError, r"sample 8 costs 19, .* more than max_cost=18"),
     ],
 )  # fmt: skip
@@ -181,12 +176,10 @@ def padded_rows(rows: list[Tensor]) -> Tensor:
 
 # What is balanced, and what is not and has the same global batches.
 STREAM: dict[str, Any] = {"dataset": Texts(), "lengths": len}
-SORTED: dict[str, Any] = {"dataset": list(Texts()), "shuffle": True, "lengths": LENGTHS, "sort_window": 2}
-MAP: dict[str, Any] = {**SORTED, "sort_window": None}
+MAP: dict[str, Any] = {"dataset": list(Texts()), "shuffle": True, "lengths": LENGTHS}
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**MAP, "micro_batch_size": 2}, {**MAP, "lengths": None}),
     ({**MAP, "max_cost": 40.0}, {**MAP, "lengths": None}),
-    ({**SORTED, "max_cost": 40.0}, SORTED),
     ({**STREAM, "max_cost": 40.0}, {**STREAM, "lengths": None}),
     ({**STREAM, **of_workers(2)}, {**STREAM, "lengths": None}),
 ]
@@ -247,8 +240,6 @@ def test_balanced_training_is_that_of_one_process_and_continues_on_other_ranks(t
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"costs": LENGTHS}, ConfigError, "pass lengths .* or costs .*, not both"),
-        ({"lengths": None, "max_cost": 3}, ConfigError, "pass lengths .* or costs .*, not neither"),
         ({"lengths": LENGTHS[1:]}, DataError, r"a number for each of the 30 samples, but has shape \[29\]"),
         ({"lengths": [0, *LENGTHS[1:]]}, DataError, r"lengths must be positive numbers, but go from 0\.0 to 19\.0"),
         ({"max_cost": 18}, DataError, "sample 8 costs 19, which is more than max_cost=18"),
@@ -259,145 +250,3 @@ def test_balanced_training_is_that_of_one_process_and_continues_on_other_ranks(t
 def test_wrong_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         loader_of(**given)
-
-
-MORE_LENGTHS = [1 + 7 * i % 19 for i in range(50)]
-BALANCED: dict[str, Any] = {"lengths": MORE_LENGTHS, "sort_window": 3}
-OPTIONS = {"lengths", "costs", "max_cost", "sort_window"}
-# Of 20 samples in windows of 2 batches of 4.
-GOLDEN = [4, 9, 17, 11, 16, 10, 7, 15, 6, 14, 3, 19, 5, 18, 12, 1, 8, 13, 2, 0]
-
-
-def in_windows(lengths: list[int], batch: int, batches: int, seed: int) -> NDArray[np.int64]:
-    samples = len(lengths)
-    values = np.array(lengths, float)
-    order = SortedWindows(Shuffled(samples, seed, 0), samples, batch, values.__getitem__, batches, seed)
-    return order.take(np.arange(samples))
-
-
-def test_the_order_never_changes() -> None:
-    assert in_windows(MORE_LENGTHS[:20], 4, 2, 0).tolist() == GOLDEN
-    again = SortedWindows(Shuffled(20, 0, 0), 20, 4, np.array(MORE_LENGTHS, float).take, 2, 0)
-    assert [again.take(np.array([i]))[0] for i in reversed(range(20))] == GOLDEN[::-1], "from any position"
-
-
-LISTS = st.lists(st.integers(1, 9), min_size=1, max_size=60)
-
-
-@given(LISTS, st.integers(1, 8), st.integers(2, 5), st.integers(0, 2**32 - 1))
-def test_batches_of_a_window_are_sorted_and_shuffled(lengths: list[int], batch: int, batches: int, seed: int) -> None:
-    before = Shuffled(len(lengths), seed, 0).take(np.arange(len(lengths))).tolist()
-    after = in_windows(lengths, batch, batches, seed).tolist()
-    whole = len(lengths) // batch * batch
-    assert after[whole:] == before[whole:], "an incomplete batch is as it was"
-    for begin in range(0, whole, batch * batches):
-        end = min(begin + batch * batches, whole)
-        assert sorted(after[begin:end]) == sorted(before[begin:end]), "a window has its samples"
-        cut = [[lengths[i] for i in after[first : first + batch]] for first in range(begin, end, batch)]
-        assert list(chain(*sorted(cut, reverse=True))) == sorted(chain(*cut), reverse=True)
-
-
-def test_batches_come_in_another_order_in_each_window_and_epoch() -> None:
-    by_length = BalancedBatches(lengths=lambda i: i + 1, sort_window=5)
-    loader = pretended_rank().dataloader(list(range(600)), global_batch_size=2, batching=by_length)
-    epochs = [[int(batch[0]) for batch in loader] for _ in range(2)]
-    ranks = {tuple(np.argsort(firsts[i : i + 5])) for firsts in epochs for i in range(0, 300, 5)}
-    assert len(ranks) > 60
-    assert epochs[0] != epochs[1]
-
-
-def sorting_loader(rank: int = 0, world_size: int = 1, **given: Any) -> Any:
-    strategy = pretended_rank(rank, world_size, shares=given.pop("shares", None))
-    settings = {
-        "global_batch_size": 8,
-        "shuffle": "sampler" not in given,
-        "batching": BalancedBatches(**{**BALANCED, **{name: given.pop(name) for name in OPTIONS & given.keys()}}),
-        **given,
-    }
-    return strategy.dataloader(list(range(50)), **settings)
-
-
-def steps_of_ranks(loaders: list[Any]) -> list[list[int]]:
-    """Return the sorted samples of each step, over all ranks."""
-    found: dict[int, list[int]] = {}
-    for loader in loaders:
-        for batch in trained(loader):
-            samples = [] if loader.stand_in else batch.tolist()
-            found.setdefault(in_training(loader).step, []).extend(samples)
-    return [sorted(samples) for samples in found.values()]
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"max_cost": 40.0, "drop_last": True},
-        {"micro_batch_size": 2},
-        {"sampler": SubsetRandomSampler(range(3, 50))},
-        {"sampler": WeightedRandomSampler([1.0] * 50, 61)},
-    ],
-    ids=["plain", "max_cost", "micro_batches", "sampler", "repeating"],
-)
-def test_the_order_is_the_same_on_any_ranks_and_after_a_resume_within_a_window(given: dict[str, Any]) -> None:
-    whole = steps_of_ranks([sorting_loader(**given)])
-    samples = list(chain(*whole))
-    if "sampler" not in given:
-        assert len(set(samples)) == len(samples) == (48 if "drop_last" in given else 50)
-        padding = [max(MORE_LENGTHS[i] for i in step) * len(step) for step in whole]
-        plain = [
-            max(MORE_LENGTHS[i] for i in step) * len(step)
-            for step in steps_of_ranks([sorting_loader(**given, sort_window=None)])
-        ]
-        assert sum(padding) < 0.8 * sum(plain)
-    for world_size, shares in ((1, None), (2, (1, 3)), (3, None)):
-        first = sorting_loader(**given)
-        list(trained(first, sum(1 for one in first._source.plan(0, 0) if one.step < 2)))
-        state = first.state_dict()
-        ranks = [sorting_loader(rank, world_size, shares=shares, **given) for rank in range(world_size)]
-        assert steps_of_ranks(ranks) == whole
-        ranks = [sorting_loader(rank, world_size, shares=shares, **given) for rank in range(world_size)]
-        for rank in ranks:
-            rank.load_state_dict(state)
-        assert steps_of_ranks(ranks) == whole[2:]
-
-
-@pytest.mark.parametrize(
-    "given", [{"global_batch_size": 10}, {"sort_window": 2}, {"lengths": [1] * 50}, {"sort_window": None}], ids=str
-)
-def test_within_an_epoch_another_order_is_refused(given: dict[str, Any]) -> None:
-    for before, after in (({}, given), (given, {})):
-        first = sorting_loader(**before)
-        list(trained(first, 1))
-        state = first.state_dict()
-        said = r"epoch 0 can't continue after .*: sort_window, .* lengths, the global batch size, on which"
-        with pytest.raises(CheckpointError, match=said):
-            sorting_loader(**after).load_state_dict(state)
-        sorting_loader(**before).load_state_dict(state)
-        other = sorting_loader(**after)
-        other.load_state_dict({**state, "consumed": 0, "steps": 0, "global_batch_size": other.global_batch_size})
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"lengths": None}, "pass lengths .* or costs .*, not neither"),
-        (
-            {"lengths": None, "costs": MORE_LENGTHS},
-            "sort_window saves padding, but costs add up without padding: pass leng",
-        ),
-        ({"batch_sampler": [[1, 2]]}, "sort_window makes global batches, and so does batch_sampler: sort in the batch"),
-        ({"sort_window": 1}, "sort_window must be an integer of at least 2"),
-        ({"sort_window": 2.5}, "sort_window must be an integer of at least 2 .global batches., not 2.5"),
-    ],
-)
-def test_wrong_arguments_of_sorting(given: dict[str, Any], message: str) -> None:
-    if "batch_sampler" in given:
-        given = {**given, "global_batch_size": None, "shuffle": False}
-    with pytest.raises(ConfigError, match=message):
-        sorting_loader(**given)
-
-
-def test_a_stream_is_not_sorted() -> None:
-    by_length = BalancedBatches(lengths=torch.Tensor.item, sort_window=2)
-    with pytest.raises(ConfigError, match="sort in a buffer of the iterable dataset"):
-        pretended_rank().dataloader(Numbers(9), batch_size=2, batching=by_length)

@@ -1,4 +1,4 @@
-"""Synchronised BatchNorm, compared with BatchNorm on the concatenated batch, in float64 to 1e-10, and compiled."""
+"""Synchronised BatchNorm, compared with BatchNorm on the concatenated batch, in float64 to 1e-10."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import unitrain
 from unitrain import ConfigError, Strategy
 from unitrain.data.loop import CurrentBatch
-from unitrain.features.sync_batchnorm import layers as batch_norm
+from unitrain.features.sync_batchnorm.layers import Synchronisation
 from unitrain.features.sync_batchnorm.ops import LayerContext, gather_statistics
 
 EXACT = 1e-10
@@ -61,10 +61,15 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
+def _synchronisation(strategy: Strategy) -> Synchronisation:
+    [found] = (made for made in strategy._sockets.passes if isinstance(made, Synchronisation))
+    return found
+
+
 def _layers(strategy: Strategy, kind: type[nn.Module], options: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """Return a synchronised layer, and a plain one."""
     synced, plain = _layer(kind, options or {}), _layer(kind, options or {})
-    batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
+    _synchronisation(strategy).apply(synced)
     return synced, plain
 
 
@@ -96,7 +101,7 @@ def _compare(
     if plain.track_running_stats:
         _close_to(synced(whole[:2]), plain(whole[:2]))
     keys = list(synced.state_dict())
-    batch_norm.revert(synced)
+    _synchronisation(strategy).revert(synced)
     assert type(synced) is kind
     assert vars(synced).keys() == vars(plain).keys()
     assert list(synced.state_dict()) == keys == list(plain.state_dict())
@@ -150,7 +155,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     with _open(precision="fp32") as strategy:
         layers: list[Any] = [nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)]
         synced, plain = layers
-        batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
+        _synchronisation(strategy).apply(synced)
         whole = _batch(6, (2, 2), 0).to(dtype)
         share: Any = whole[strategy.rank :: 2].requires_grad_()
         exact: Any = whole.float().requires_grad_()
@@ -220,19 +225,6 @@ def test_a_process_that_splits_batches_over_several_devices_is_refused(monkeypat
     monkeypatch.setattr("unitrain.backends.data_parallel._devices", lambda config: devices)
     with pytest.raises(ConfigError, match=r"sync_batchnorm is not supported by backend data_parallel on 2 devices"):
         unitrain.init(backend="data_parallel", device="cpu", sync_batchnorm=True)
-
-
-@pytest.mark.all("test_compile.py compiles such layers on two ranks")
-@on_ranks()
-def test_they_are_exported_without_graph_breaks() -> None:
-    with _open() as strategy:
-        layers = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.BatchNorm2d(CHANNELS, momentum=None)).double()
-        batch_norm.synchronise(layers, strategy.communicator, strategy._step.batches.current_batch)
-        x = _batch(3, (4, 5), strategy.rank)
-        explained = torch._dynamo.explain(layers)(x)
-        assert (explained.graph_count, explained.graph_break_count) == (1, 0)
-        torch._dynamo.reset()
-        torch.testing.assert_close(torch.export.export(layers, (x,)).module()(x), layers(x), rtol=0, atol=0)
 
 
 def test_no_layer_waits_for_a_gpu() -> None:

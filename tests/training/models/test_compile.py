@@ -123,9 +123,10 @@ def _as_eager(settings: dict[str, Any]) -> None:
         graphs = _graphs()
         losses += _epochs(strategy, model, optimizer, 2)
         assert losses == pytest.approx(expected, abs=1e-9, rel=0)
-        assert graphs <= 6
         assert _graphs() == graphs
-        assert not torch._dynamo.utils.counters["graph_break"]
+        if not settings["sync_batchnorm"]:
+            assert graphs <= 6
+            assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.slow("compiles on each rank")

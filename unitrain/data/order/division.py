@@ -29,24 +29,9 @@ class Division(ABC):
         """Plain data that must be the same on all ranks, by the names that an error message uses."""
         return {}
 
-    @property
-    def order_facts(self) -> Mapping[str, Any] | None:
-        """Plain data that the order of samples depends on, by name; None if the order is the loader's."""
-        return None
-
     @abstractmethod
-    def in_epoch(self, order: Order, global_batch: int | None, samples: int, seed: int) -> tuple[Order, Self]:
-        """Return the order of an epoch of a map-style dataset, and the division of positions in it.
-
-        Args:
-            order: the loader's order.
-            global_batch: number of samples in a global batch; None if a batch sampler makes them.
-            samples: number of samples in the epoch.
-            seed: follows from the run's seed and the epoch.
-
-        Raises:
-            ConfigError: it can't make the order of these batches.
-        """
+    def in_epoch(self, order: Order) -> Self:
+        """Return the division of positions in the order of an epoch of a map-style dataset."""
 
     @abstractmethod
     def parts(self, samples: Any, first: int, cuts: int, shares: Sequence[int]) -> list[list[NDArray[np.int64]]]:

@@ -77,11 +77,9 @@ class Orders:
         if isinstance(self._plan, EpochPlan) and self._samples() != self._plan.samples:
             raise DataError(
                 f"the dataset has {self._samples()} samples, but had {self._plan.samples} when the loader was made, "
-                "and batching= knows of these only: make a new loader, with lengths or costs for all samples."
+                "and batching= knows of these only: make a new loader, with lengths for all samples."
             )
-        batches_seed = derived_seed("batches", seed, number)
-        order, division = plan.division.in_epoch(order, plan.global_batch, plan.samples, batches_seed)
-        return Epoch(replace(plan, division=division), order, repeats)
+        return Epoch(replace(plan, division=plan.division.in_epoch(order)), order, repeats)
 
     def _epoch(self, seed: int, number: int, start: int) -> Epoch:
         samples = self._samples()

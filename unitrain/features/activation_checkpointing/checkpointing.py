@@ -19,7 +19,8 @@ class ActivationCheckpointing(Feature, ModulePass):
     """Checkpoints the activations of blocks.
 
     Args:
-        wanted: see ``find_blocks``.
+        wanted: names of classes; or True for the children of each ``ModuleList`` and ``Sequential`` that have children
+            themselves, since a single layer would keep its input anyway.
     """
 
     place = 20
@@ -30,7 +31,25 @@ class ActivationCheckpointing(Feature, ModulePass):
 
     def inspect(self, modules: Sequence[nn.Module]) -> None:
         """Find the blocks: a class may be of one of several modules only."""
-        self._blocks = set(find_blocks(modules, self._wanted)) if self._wanted else set()
+        names = set() if isinstance(self._wanted, bool) else set(self._wanted)
+        self._blocks = {block for module in modules for block in _blocks(module, None, names)}
+        classes = sorted({type(layer).__name__ for module in modules for layer in module.modules()})
+        for name in sorted(names.difference(classes)):
+            raise ConfigError(
+                f"activation_checkpointing names {name!r}, but no module is of this class.{nearest(name, classes)} "
+                f"There are {', '.join(classes)}. (If only one of several models has it, pass all to one prepare().)"
+            )
+        if not self._blocks:
+            raise ConfigError(
+                "activation_checkpointing is true, but there is no ModuleList or Sequential of modules that consist of "
+                f"layers: name the classes of the model's blocks. There are {', '.join(classes)}."
+            )
+        for block in self._blocks:
+            if "forward" in vars(block):  # where the checkpointed one is put
+                raise ConfigError(
+                    f"activation_checkpointing does not support a {type(block).__name__} whose forward is an "
+                    "attribute: use a subclass."
+                )
 
     def apply(self, module: nn.Module) -> None:
         """Checkpoint the activations of a module's blocks. The hooks of a block are not run again."""
@@ -46,30 +65,6 @@ class ActivationCheckpointing(Feature, ModulePass):
                 del layer.forward  # the method of the class is behind it
 
 
-def find_blocks(modules: Sequence[nn.Module], wanted: bool | Sequence[str]) -> list[nn.Module]:
-    """Return the outermost modules to checkpoint.
-
-    ``wanted`` has names of classes; or is True for the children of each ``ModuleList`` and ``Sequential`` that have
-    children themselves, since a single layer would keep its input anyway.
-    """
-    names = set() if isinstance(wanted, bool) else set(wanted)
-    blocks = list(dict.fromkeys(block for module in modules for block in _blocks(module, None, names)))
-    classes = sorted({type(layer).__name__ for module in modules for layer in module.modules()})
-    for name in sorted(names.difference(classes)):
-        raise ConfigError(
-            f"activation_checkpointing names {name!r}, but no module is of this class.{nearest(name, classes)} There "
-            f"are {', '.join(classes)}. (If only one of several models has it, pass all to one prepare().)"
-        )
-    if not blocks:
-        raise ConfigError(
-            "activation_checkpointing is true, but there is no ModuleList or Sequential of modules that consist of "
-            f"layers: name the classes of the model's blocks. There are {', '.join(classes)}."
-        )
-    for block in blocks:
-        _check(block)
-    return blocks
-
-
 def _blocks(module: nn.Module, parent: nn.Module | None, names: set[str]) -> Iterator[nn.Module]:
     """Yield the outermost blocks in a module: of the named classes, or else the children of a list that have some."""
     if names:
@@ -82,20 +77,6 @@ def _blocks(module: nn.Module, parent: nn.Module | None, names: set[str]) -> Ite
         return
     for child in module.children():
         yield from _blocks(child, module, names)
-
-
-def _check(block: nn.Module) -> None:
-    kind = type(block).__name__
-    if "forward" in vars(block):
-        raise ConfigError(
-            f"activation_checkpointing does not support a {kind} whose forward is an attribute: use a subclass."
-        )
-    for name, layer in block.named_modules():
-        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)):
-            raise ConfigError(
-                f"activation_checkpointing does not support a {kind} with a {type(layer).__name__} ({name}), which "
-                "would count each batch twice. Name blocks without BatchNorm, or use GroupNorm or LayerNorm."
-            )
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,10 @@ class EMA(nn.Module, Feature):
         self._models = model, original
         self._prepared = prepared
         self._named = _averaged(original)
+        saved = {id(value) for value in original.state_dict(keep_vars=True).values()}
         for name, weight in self._named.items():
+            if id(weight) not in saved:
+                raise UsageError(f"ema: the model's state_dict() lacks {name}, so its average could not be saved.")
             if isinstance(weight, Parameter) and not prepared.has(weight):
                 raise UsageError(
                     f"an EMA needs a prepared model, but {name} belongs to none: pass it what prepare() returned."
@@ -91,10 +94,6 @@ class EMA(nn.Module, Feature):
         self._parameters_of_model = {weight for weight in self._named.values() if isinstance(weight, Parameter)}
         self._begun = False
         self._versions: list[int] = []  # of the weights, when they were exchanged last
-        saved = {id(value) for value in original.state_dict(keep_vars=True).values()}
-        for name, weight in self._named.items():
-            if id(weight) not in saved:
-                raise UsageError(f"ema: the model's state_dict() lacks {name}, so its average could not be saved.")
         super().plug_in(sockets)
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:

@@ -73,13 +73,7 @@ class LocalSGD(Feature, Replicas):
         self._nonfinite = NonFinitePolicy(communicator, sockets.prepared, config.on_nonfinite)
         syncs = config.broadcast_buffers and communicator.world_size > 1
         self._buffers = BufferSync(communicator, sockets.prepared) if syncs else None
-        self._make_reducer = partial(
-            GradientReducer,
-            collectives=communicator.collectives,
-            armed=lambda: False,  # no backward: the gradients of shared weights are set by hand
-            name="local steps",
-            wire_dtype=HALF_DTYPES.get(config.compression),
-        )
+        self._wire_dtype = HALF_DTYPES.get(config.compression)
         # All ranks have the same averages, and so agree on whether they are finite.
         self._guard = GuardedStep(communicator.device, None)
         sockets.averaging = Averaging(unit=communicator.world_size)
@@ -141,7 +135,13 @@ class LocalSGD(Feature, Replicas):
         self._guard.all_plain = all(p.device == self._communicator.device for p in trained)
         self._outer.param_groups[0]["params"] = self._shared
         if self._communicator.world_size > 1:
-            self._reducer = self._make_reducer(self._shared)
+            self._reducer = GradientReducer(
+                self._shared,
+                self._communicator.collectives,
+                armed=lambda: False,  # no backward: the gradients of shared weights are set by hand
+                name="local steps",
+                wire_dtype=self._wire_dtype,
+            )
 
     def _shared_with(self, weight: Parameter) -> Parameter:
         """Return the shared weight that belongs to a weight of the model."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import torch
 
 from unitrain.data.loop import Batches
@@ -42,13 +40,6 @@ class SharedBatches(Feature):
                 f"ranks_per_batch is {size}, but this job has {ranks.world_size} ranks: start a multiple of {size}."
             )
         groups = [range(first, first + size) for first in range(0, ranks.world_size, size)]
-        hosts = ranks.all_gather_data(socket.gethostname())
-        apart = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
-        if apart:
-            ranks.warn(
-                f"ranks {apart[0][0]} to {apart[0][-1]} share batches, but not a host, which slows them down: "
-                f"start a multiple of {size} processes on each host, numbered host by host (mpirun --map-by slot)."
-            )
         sockets.share_batches(groups)
         self._sockets = sockets
         super().plug_in(sockets)

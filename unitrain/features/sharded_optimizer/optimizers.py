@@ -22,7 +22,6 @@ from unitrain.communication.communicator import Communicator
 from unitrain.communication.sharding import OwnedBy, divided, refuse
 from unitrain.errors import UsageError
 from unitrain.features.sharded_optimizer.exchange import Exchange
-from unitrain.process import print_stderr
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
 
@@ -43,11 +42,7 @@ class ShardedOptimizers(Feature):
         """Shard every optimizer that is trained with."""
         self._communicator = communicator = sockets.communicator
         self._loads = [0] * communicator.world_size  # elements of each rank
-        if sockets.backend.shards:
-            if communicator.is_main:
-                name = sockets.backend.name
-                print_stderr(f"unitrain: shard_optimizer changes nothing: backend {name!r} shards more than that.")
-        elif communicator.world_size > 1:
+        if communicator.world_size > 1 and not sockets.backend.shards:
             communicator.sharding.divide_optimizers()
             super().plug_in(sockets)
 
@@ -196,11 +191,10 @@ def _refuse_coupled(optimizer: Optimizer) -> None:
     estimates = any(kind.__name__.startswith(_ESTIMATING) for kind in type(optimizer).__mro__)
     # The option of Apex's, NVIDIA's and timm's LAMB, which clip by the norm of all gradients.
     if estimates or any(group.get("max_grad_norm") for group in optimizer.param_groups):
-        reason = "estimates a value for all parameters" if estimates else "clips by the norm of all gradients"
-        remedy = "use an optimizer such as AdamW or Muon" if estimates else "set its max_grad_norm to None"
         raise UsageError(
-            f"shard_optimizer does not support this {type(optimizer).__name__}: it {reason}, of which each rank has a "
-            f"part. Set shard_optimizer to false, or {remedy}{'' if estimates else ', and the setting clip_norm'}."
+            f"shard_optimizer does not support this {type(optimizer).__name__}: it computes a value from all "
+            "parameters or gradients, of which each rank has a part. Set shard_optimizer to false, or use an optimizer "
+            "such as AdamW or Muon. (Of a LAMB, set max_grad_norm to None, and the setting clip_norm.)"
         )
 
 

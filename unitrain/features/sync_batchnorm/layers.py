@@ -1,6 +1,6 @@
 """BatchNorm layers with statistics of the global batch, with any backend, on CPU and GPU.
 
-``Synchronisation`` replaces layers by these in ``prepare``, and puts the plain ones back in exports.
+``Synchronisation`` makes layers of models such ones in ``prepare``, and plain ones again in exports.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unitrain.communication.communicator import Communicator
-from unitrain.data.loop import CurrentBatch
 from unitrain.errors import ConfigError
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 class SyncBatchNorm(GlobalBatchNorm):
     """A BatchNorm layer that computes its training statistics over the rows of all ranks.
 
-    Made by ``synchronise`` from an existing layer: it keeps the layer's parameters, buffers, hooks and state dict keys.
+    Made by ``Synchronisation`` from an existing layer.
     """
 
     plain: ClassVar[type[_BatchNorm]]
@@ -42,6 +40,7 @@ class SyncBatchNorm(GlobalBatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if not self.training or self.ranks.communicator.world_size == 1:
             return type(self).local_forward(self, input)
+        output: Tensor
         output, statistics = self.ranks.normalise(input, self.weight, self.bias, self.eps, self.sync_name)
         if self.track_running_stats:
             self._update_running(statistics)
@@ -99,49 +98,6 @@ def _synced(plain: type[nn.Module]) -> type[SyncBatchNorm] | None:
     return type(f"Sync{plain.__name__}", bases, attributes)
 
 
-def synchronise(
-    module: nn.Module, communicator: Communicator, current_batch: CurrentBatch, *, only_torchs: bool = False
-) -> None:
-    """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
-
-    Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same. With
-    ``only_torchs``, torch's own ``SyncBatchNorm`` layers are replaced and no others.
-    """
-    layers: list[tuple[str, Any]] = [
-        (name, layer)
-        for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm)
-        and is_unsynchronised(layer)
-        and (not only_torchs or type(layer) is nn.SyncBatchNorm)
-    ]
-    if not layers:
-        return
-    from unitrain.features.sync_batchnorm.ops import LayerContext  # registers operators, which takes a while
-
-    ranks = LayerContext(communicator, current_batch)
-    for name, layer in layers:
-        if getattr(layer, "process_group", None) is not None:
-            raise ConfigError(
-                f"layer {name!r} has a process group, which is not supported: create it without process_group."
-            )
-        synced = _synced(layer.__class__)
-        if synced is None:
-            raise ConfigError(
-                f"sync_batchnorm does not support layer {name!r} of class {type(layer).__name__}: it supports only "
-                "BatchNorm1d, 2d and 3d and timm's BatchNormAct2d. Replace it, or set sync_batchnorm to false."
-            )
-        layer.__class__ = synced
-        layer.__dict__.update(ranks=ranks, sync_name=f"batch_norm.{name}")
-
-
-def revert(module: nn.Module) -> None:
-    """Undo ``synchronise`` in place, keeping the statistics."""
-    for layer in module.modules():
-        if isinstance(layer, SyncBatchNorm):
-            del layer.ranks, layer.sync_name
-            layer.__class__ = layer.plain  # type: ignore[assignment]
-
-
 class Synchronisation(Feature, ModulePass):
     """Lets BatchNorm layers compute their statistics over the global batch.
 
@@ -161,14 +117,41 @@ class Synchronisation(Feature, ModulePass):
         super().plug_in(sockets)
 
     def apply(self, module: nn.Module) -> None:
-        """Synchronise the layers of a module, whose names in calls are those without a compiler's wrapper."""
-        synchronise(
-            self._sockets.prepared.unwrap(module),
-            self._sockets.communicator,
-            self._sockets.batches.current_batch,
-            only_torchs=self._only_torchs,
-        )
+        """Change the classes of a module's layers: their parameters, buffers, hooks and state dict keys stay the same.
+
+        Raises:
+            ConfigError: the statistics of a layer can't be computed over all ranks.
+        """
+        # Without a compiler's wrapper, which would change the layers' names in calls.
+        layers: list[tuple[str, Any]] = [
+            (name, layer)
+            for name, layer in self._sockets.prepared.unwrap(module).named_modules()
+            if isinstance(layer, _BatchNorm)
+            and is_unsynchronised(layer)
+            and (not self._only_torchs or type(layer) is nn.SyncBatchNorm)
+        ]
+        if not layers:
+            return
+        from unitrain.features.sync_batchnorm.ops import LayerContext  # imports the compiler, which takes a while
+
+        ranks = LayerContext(self._sockets.communicator, self._sockets.batches.current_batch)
+        for name, layer in layers:
+            if getattr(layer, "process_group", None) is not None:
+                raise ConfigError(
+                    f"layer {name!r} has a process group, which is not supported: create it without process_group."
+                )
+            synced = _synced(layer.__class__)
+            if synced is None:
+                raise ConfigError(
+                    f"sync_batchnorm does not support layer {name!r} of class {type(layer).__name__}: it supports only "
+                    "BatchNorm1d, 2d and 3d and timm's BatchNormAct2d. Replace it, or set sync_batchnorm to false."
+                )
+            layer.__class__ = synced
+            layer.__dict__.update(ranks=ranks, sync_name=f"batch_norm.{name}")
 
     def revert(self, copy: nn.Module) -> None:
         """Make the layers of a copy those that they were, with the statistics of now."""
-        revert(copy)
+        for layer in copy.modules():
+            if isinstance(layer, SyncBatchNorm):
+                del layer.ranks, layer.sync_name
+                layer.__class__ = layer.plain  # type: ignore[assignment]
