@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import pickle
-import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from needs import GPU, HOROVOD
-from ranks import on_ranks, run_ranks
+from ranks import run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -203,66 +200,6 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         strategy.add(Profile(tmp_path / "new"))
         with pytest.raises(UsageError, match="another profile has not ended"):
             strategy.add(Profile(tmp_path / "new"))
-        signal.signal(signal.SIGUSR2, lambda *_: None)
-        try:
-            with pytest.raises(UsageError, match="SIGUSR2 has a handler already"):
-                strategy.add(Profile(tmp_path / "new", on_signal=signal.SIGUSR2))
-        finally:
-            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-
-
-def signalled(folder: Path, backend: str) -> list[float]:
-    with unitrain.init(backend=backend, device="cpu", timeout_s=60) as strategy:
-        strategy.add(Profile(folder, steps=1, skip=1, on_signal=signal.SIGUSR2))
-        last = strategy.world_size - 1
-
-        def each(strategy: Strategy, step: int) -> None:
-            if strategy.rank == last and step in (3, 30):
-                for _ in range(2):  # a launcher may forward one that this process gets as well
-                    os.kill(os.getpid(), signal.SIGUSR2)
-            time.sleep(0.01)
-
-        weights = train(strategy, 60, each)
-    os.kill(os.getpid(), signal.SIGUSR2)  # does nothing after the run
-    return weights
-
-
-@pytest.mark.parametrize(
-    ("backend", "world"),
-    [("single", 1), ("ddp", 2), pytest.param("horovod", 2, marks=HOROVOD)],
-)
-def test_a_signal_to_one_rank_begins_a_profile_of_all_as_often_as_it_comes(
-    tmp_path: Path, backend: str, world: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    weights = run_ranks(signalled, tmp_path, backend, nprocs=world)
-    assert weights[0] == weights[-1]
-    assert re.search(
-        r"^unitrain: kill -USR2 \d+ on \S+ begins a profile of all ranks\.$", "".join(capfd.readouterr()), re.M
-    )
-    first, second = sorted(int(file.name[10:].partition(".")[0]) for file in tmp_path.iterdir())
-    assert 4 < first < 30 < second
-    for number in (first, second):
-        trace = events(tmp_path / f"trace-step{number}.json.gz")
-        for rank in range(len(weights)):
-            assert len(named(trace, "unitrain: backward", rank)) == 1
-
-
-@pytest.mark.parametrize("nprocs", [1, 2])
-@on_ranks()
-def test_a_stop_is_not_lost_to_a_profile(tmp_path: Path, nprocs: int) -> None:
-    with unitrain.init(device="cpu", timeout_s=60) as strategy:
-        strategy.add(Profile(tmp_path, on_signal=signal.SIGUSR2))
-        strategy.checkpoint(tmp_path / "checkpoints", partial=True)
-
-        def each(strategy: Strategy, step: int) -> None:
-            if strategy.is_main and step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-                os.kill(os.getpid(), signal.SIGUSR2)
-            time.sleep(0.01)
-
-        with pytest.raises(unitrain.Stopped) as end:
-            train(strategy, 200, each)
-        assert (end.value.code, strategy.world_size) == (143, nprocs)
 
 
 def test_a_trace_shows_how_much_memory_is_allocated(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``Profile``: records a few steps with torch's profiler, at once or on a signal.
+"""``Profile``: records a few steps with torch's profiler.
 
 The trace has several ranks, with the waits of each, on every backend.
 """
@@ -6,16 +6,11 @@ The trace has several ranks, with the waits of each, on every backend.
 from __future__ import annotations
 
 import json
-import os
-import platform
-import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
-from typing import Any
 
 import torch
 from torch.profiler import profile, record_function, schedule
@@ -29,7 +24,6 @@ from unitrain.training.hooks import Hooks, StepHook
 from unitrain.training.loop.sockets import Sockets
 from unitrain.url import is_url
 
-_REQUEST = "profile"
 _MOST_ALLOCATIONS = 100_000  # in a snapshot, the last ones: several kB each
 _ANCHOR = "unitrain: clock"
 
@@ -48,12 +42,9 @@ class Profile(Feature):
         ranks: the ranks to record; all by default.
         memory: show in the trace how much memory torch has allocated. Each of these ranks with an NVIDIA GPU also
             writes ``memory-stepN-rankR.pickle``, for https://pytorch.org/memory_viz.
-        on_signal: a signal, such as ``signal.SIGUSR2``. The profile begins whenever a process of the job gets it, and
-            not when it is added.
 
     Raises:
-        UsageError: when it is added: an argument is out of range, another profile has not ended, or the signal has a
-            handler.
+        UsageError: when it is added: an argument is out of range, or another profile has not ended.
 
     Example:
         >>> strategy.add(Profile("runs/a", steps=4, skip=4))
@@ -65,51 +56,15 @@ class Profile(Feature):
     skip: int = 4
     ranks: Sequence[int] | None = None
     memory: bool = False
-    on_signal: int | None = None
-    _closed: bool = field(default=False, init=False)
 
     def plug_in(self, sockets: Sockets) -> None:
-        """Begin, or wait for the signal."""
+        """Begin. Collective."""
         self._sockets = sockets
         self._recorded = range(sockets.communicator.world_size) if self.ranks is None else self.ranks
-        if self.on_signal is None and self._is_recording:
+        if any(isinstance(hook, Recording) for hook in sockets.hooks):  # torch has one profiler
             raise UsageError("a profile was added while another profile has not ended: add it later.")
         self._check()
-        if self.on_signal is None:
-            self._begin()
-        else:
-            self._listen(signal.Signals(self.on_signal))
-
-    @property
-    def _is_recording(self) -> bool:
-        """Whether any profile is recording: torch has one profiler."""
-        return any(isinstance(hook, Recording) for hook in self._sockets.hooks)
-
-    def _begin(self) -> None:
-        if not self._is_recording:
-            communicator, hooks = self._sockets.communicator, self._sockets.hooks
-            hooks.add_hook(Recording(communicator, hooks, self, self._recorded))
-
-    def _listen(self, number: signal.Signals) -> None:
-        """Begin on all ranks, at the same boundary, whenever this process gets a signal."""
-        # Another's handler may be what stops or requeues the job.
-        if signal.getsignal(number) is not signal.SIG_DFL:
-            raise UsageError(f"profile: {number.name} has a handler already (submitit's, say): choose another signal.")
-        self._sockets.stopping.add_action(_REQUEST, lambda _: self._begin())
-        self._sockets.hooks.add_hook(self)
-        signal.signal(number, self._request)
-        if self._sockets.communicator.is_main:
-            command = f"kill -{number.name.removeprefix('SIG')} {os.getpid()} on {platform.node()}"
-            print_stderr(f"unitrain: {command} begins a profile of all ranks.")
-
-    def _request(self, *_: Any) -> None:
-        if not self._closed:  # in a thread: this one may hold a lock that sending takes
-            Thread(target=self._sockets.stopping.request, args=(_REQUEST,), daemon=True).start()
-
-    def at_close(self) -> None:
-        """Ignore the signal from now on."""
-        self._closed = True
-        self._sockets.stopping.remove_action(_REQUEST)
+        sockets.hooks.add_hook(Recording(sockets.communicator, sockets.hooks, self, self._recorded))
 
     def _check(self) -> None:
         """Raise UsageError unless a profile can be made as planned, and create its folder. Collective."""
