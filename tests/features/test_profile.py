@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from needs import GPU, HOROVOD
+from needs import HOROVOD
 from ranks import run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -200,24 +199,3 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         strategy.add(Profile(tmp_path / "new"))
         with pytest.raises(UsageError, match="another profile has not ended"):
             strategy.add(Profile(tmp_path / "new"))
-
-
-def test_a_trace_shows_how_much_memory_is_allocated(tmp_path: Path) -> None:
-    kept = []
-    with unitrain.init(device="cpu") as strategy:
-        strategy.add(Profile(tmp_path, steps=2, skip=1, memory=True))
-        train(strategy, 4, lambda *_: kept.append(torch.ones(2**20)))
-    values = [event["args"]["bytes"] for event in events(tmp_path / "trace-step2.json.gz") if event["ph"] == "C"]
-    assert max(values) - values[0] >= 2**22
-
-
-@pytest.mark.gpu
-@GPU
-def test_a_snapshot_has_the_memory_of_a_gpu(tmp_path: Path) -> None:
-    with unitrain.init(device="cuda") as strategy:
-        strategy.add(Profile(tmp_path, steps=2, skip=1, memory=True))
-        train(strategy, 4)
-    with (tmp_path / "memory-step2-rank0.pickle").open("rb") as file:
-        snapshot = pickle.load(file)
-    assert any(entry["action"] == "alloc" for entry in snapshot["device_traces"][0])
-    assert any(event["ph"] == "C" for event in events(tmp_path / "trace-step2.json.gz"))

@@ -12,7 +12,6 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from torch.profiler import profile, record_function, schedule
 
 from unitrain.communication.communicator import Communicator
@@ -24,7 +23,6 @@ from unitrain.training.hooks import Hooks, StepHook
 from unitrain.training.loop.sockets import Sockets
 from unitrain.url import is_url
 
-_MOST_ALLOCATIONS = 100_000  # in a snapshot, the last ones: several kB each
 _ANCHOR = "unitrain: clock"
 
 
@@ -40,8 +38,6 @@ class Profile(Feature):
         steps: number of steps to record; with ``local_sgd.steps``, of rounds.
         skip: number of steps before them; the last of these warms the profiler up.
         ranks: the ranks to record; all by default.
-        memory: show in the trace how much memory torch has allocated. Each of these ranks with an NVIDIA GPU also
-            writes ``memory-stepN-rankR.pickle``, for https://pytorch.org/memory_viz.
 
     Raises:
         UsageError: when it is added: an argument is out of range, or another profile has not ended.
@@ -55,7 +51,6 @@ class Profile(Feature):
     steps: int = 4
     skip: int = 4
     ranks: Sequence[int] | None = None
-    memory: bool = False
 
     def plug_in(self, sockets: Sockets) -> None:
         """Begin. Collective."""
@@ -97,13 +92,12 @@ class Recording(StepHook):
         self._communicator, self._hooks = communicator, hooks
         self._folder, self._ranks = Path(plan.folder), ranks
         self._begin_at, self._end_at = plan.skip, plan.skip + plan.steps
-        self._of_memory = plan.memory and communicator.device.type == "cuda" and communicator.rank in self._ranks
         self._seen = communicator.collectives.pulse.step
         self._first = 0  # the first step that is recorded
         self._recording, self._call = ExitStack(), ExitStack()  # close ends them
         self._ended = False
         phases = schedule(wait=plan.skip - 1, warmup=1, active=plan.steps, repeat=1)
-        profiler = profile(schedule=phases, acc_events=True, profile_memory=plan.memory)
+        profiler = profile(schedule=phases, acc_events=True)
         self._profiler = self._recording.enter_context(profiler)
 
     def at_boundary(self) -> None:
@@ -125,9 +119,6 @@ class Recording(StepHook):
         collectives, undo = self._communicator.collectives, self._recording.callback
         self._first = self._seen + 1
         self._offsets, self._error, self._zero = compare_clocks(self._communicator)
-        if self._of_memory:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
-            undo(torch.cuda.memory._record_memory_history, None)
         collectives.mark_calls(_mark)
         undo(collectives.mark_calls, None)
 
@@ -156,23 +147,12 @@ class Recording(StepHook):
         self._ended = True
         self._hooks.remove_hook(self)
         self._call.close()
-        if self._of_memory and self._first and not failed:
-            self._write_snapshot()
         self._recording.close()
         last = self._communicator.collectives.pulse.step
         if 0 < self._first <= last and not failed:
             self._gather(f"steps {self._first} to {last}", self._folder / f"trace-step{self._first}.json.gz")
         elif self._communicator.is_main:
             print_stderr(f"unitrain: nothing was profiled: the run ended after step {last}.")
-
-    def _write_snapshot(self) -> None:
-        """Write the allocations of torch on this rank's GPU, with the stack of each call."""
-        file = self._folder / f"memory-step{self._first}-rank{self._communicator.rank}.pickle"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)  # perhaps on another host than rank 0's
-            torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
-        except OSError as failure:
-            print_stderr(f"unitrain: the memory of a GPU could not be written to {file}: {failure}")
 
     def _gather(self, what: str, file: Path) -> None:
         """Write the trace of all ranks on rank 0. Collective."""

@@ -61,10 +61,6 @@ def part_of(rank: int, events: Iterable[dict[str, Any]], shift: float) -> bytes:
             continue  # of the profiler itself
         if name.startswith("enumerate(DataLoader)"):  # torch's own mark
             event["name"] = "unitrain: data"
-        if name == "[memory]":  # a graph
-            device, total = event["args"]["Device Id"], event["args"]["Total Allocated"]
-            where = f"GPU {device}" if device >= 0 else "the host"
-            event.update(ph="C", name=f"allocated on {where}", args={"bytes": total})
         if "id" in event:
             event["id"] = f"{rank}.{event['id']}"  # an arrow would else lead to another rank
         event["tid"] = threads.setdefault((process, event["tid"]), len(threads))
