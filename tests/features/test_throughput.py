@@ -59,7 +59,6 @@ def test_time_is_split_into_data_step_and_rest() -> None:
     assert seconds <= took
     assert found["samples_per_second"] == pytest.approx(16 / seconds)
     assert 50 < found["peak_memory_mb"] < 100_000
-    assert not {"flops_per_second", "mfu"} & found.keys(), "nobody has said how many a sample takes"
 
 
 def test_a_reading_begins_anew_and_an_evaluation_after_the_epoch_is_not_counted() -> None:
@@ -99,7 +98,7 @@ def test_it_can_be_read_within_an_epoch_and_after_a_loop_that_was_broken_off() -
 
 def measured() -> tuple[dict[str, float], int]:
     with unitrain.init(backend="ddp", device="cpu") as strategy:
-        throughput = strategy.add(Throughput(flops_per_sample=2.0, peak_flops=10.0))
+        throughput = strategy.add(Throughput())
         rank = strategy.rank
         train(strategy, rows(20), epochs=2, busy=lambda: time.sleep(WAIT_S if rank == 1 else 0.0))
         return throughput.read(), throughput.totals().samples
@@ -114,7 +113,5 @@ def test_all_ranks_read_what_they_did_together() -> None:
     assert one["rest_seconds"] >= 6 * WAIT_S / 2
     assert one["step_seconds"] >= 5 * WAIT_S / 2
     assert one["samples_per_second"] < 40 / (6 * WAIT_S)
-    assert one["flops_per_second"] == pytest.approx(2 * one["samples_per_second"])
-    assert one["mfu"] == pytest.approx(2 * one["samples_per_second"] / (2 * 10))  # of two devices
     assert one["slowest_rank"] == 1
     assert one["slowest_ratio"] > 1.5

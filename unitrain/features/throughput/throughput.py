@@ -36,30 +36,24 @@ class Throughput(Feature):
     Samples are counted, and time is measured, while a loader of the strategy is iterated for training. An evaluation
     after an epoch is not included; one within an epoch is part of ``rest_seconds``.
 
-    Args:
-        flops_per_sample: FLOPs of a sample's forward and backward, to measure FLOP/s; 0 if not known.
-        peak_flops: FLOP/s of a device at its peak, to measure MFU; 0 if not known.
-
     Example:
         >>> throughput = strategy.add(Throughput())
         >>> strategy.print(throughput.read())
     """
 
-    def __init__(self, *, flops_per_sample: float = 0.0, peak_flops: float = 0.0) -> None:
+    def __init__(self) -> None:
         self._samples = 0
         self._seconds = self._data = self._step = 0.0
         self._iterations = 0  # in progress
         self._iterating_since = 0.0
         self._stepping_since: float | None = None
         self._read = Totals()
-        self._flops, self._peak = flops_per_sample, peak_flops
 
     def plug_in(self, sockets: Sockets) -> None:
         """Begin to measure."""
         self._communicator = sockets.communicator
         self._copies = sockets.batch_group.size  # of each sample
         of_backend = sockets.backend.devices
-        self._peak *= len(of_backend) * self._communicator.world_size
         # The script may have put layers of its models on other GPUs than the backend's.
         in_use = [*of_backend, *(device for module in sockets.prepared for device in devices_of(module))]
         self._gpus = [device for device in dict.fromkeys(in_use) if device.type == accelerator()]
@@ -81,8 +75,7 @@ class Throughput(Feature):
             loop, including the forward), as means over the ranks; ``peak_memory_mb``, the maximum over the ranks since
             their start in MiB: memory allocated on the GPU, or resident memory without one. ``slowest_rank`` is the
             rank that spent the most time outside of its steps, for which the others wait in theirs, and
-            ``slowest_ratio`` is its time divided by the median over the ranks. With ``flops_per_sample``, there is
-            ``flops_per_second`` of all ranks together, and with ``peak_flops`` the ratio to the peak, ``mfu``.
+            ``slowest_ratio`` is its time divided by the median over the ranks.
         """
         if self._iterations:
             self._await_device()
@@ -96,18 +89,14 @@ class Throughput(Feature):
         # Within its steps, a rank also waits for the others.
         outside = ranks[:, 1] - ranks[:, 3]
         slowest, median = outside.max(0), outside.median().item()
-        per_second = samples / seconds if seconds else 0.0
-        flops = {"flops_per_second": per_second * self._flops} if self._flops else {}
         return {
-            "samples_per_second": per_second,
+            "samples_per_second": samples / seconds if seconds else 0.0,
             "data_seconds": data,
             "step_seconds": step,
             "rest_seconds": mean_seconds - data - step,
             "peak_memory_mb": memory / 2**20,
             "slowest_rank": slowest.indices.item(),
             "slowest_ratio": slowest.values.item() / median if median > 0 else 1.0,
-            **flops,
-            **({"mfu": per_second * self._flops / self._peak} if self._flops and self._peak else {}),
         }
 
     def batches(self, batches: Batches) -> Batches:
