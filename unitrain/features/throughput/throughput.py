@@ -5,29 +5,15 @@ from __future__ import annotations
 import resource
 import sys
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
 from unitrain.data.loop import Batches
-from unitrain.device import accelerator, devices_of
+from unitrain.device import accelerator
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
 
 _UNIT = 1 if sys.platform == "darwin" else 1024  # of the peak that the system tells, in bytes
-
-
-class Totals(NamedTuple):
-    """Measurements of one process so far. Times are host times in seconds."""
-
-    samples: int = 0
-    """Samples that its loaders have yielded for training."""
-    seconds: float = 0.0
-    """Time spent in iterations over these loaders."""
-    data: float = 0.0
-    """The part of it spent waiting for a batch."""
-    step: float = 0.0
-    """The part of it spent in ``step``, ``backward`` and ``update``, including waits for other ranks."""
 
 
 class Throughput(Feature):
@@ -42,29 +28,20 @@ class Throughput(Feature):
     """
 
     def __init__(self) -> None:
-        self._samples = 0
-        self._seconds = self._data = self._step = 0.0
+        # Since the last reading.
+        self._samples = 0  # that the loaders of this process have yielded for training
+        self._seconds = 0.0  # in iterations over these loaders
+        self._data = 0.0  # of it, waiting for a batch
+        self._step = 0.0  # of it, in ``step``, ``backward`` and ``update``, including waits for other ranks
         self._iterations = 0  # in progress
-        self._iterating_since = 0.0
-        self._stepping_since: float | None = None
-        self._read = Totals()
+        self._counted_at = self._stepping_since = 0.0
 
     def plug_in(self, sockets: Sockets) -> None:
         """Begin to measure."""
         self._communicator = sockets.communicator
         self._copies = sockets.batch_group.size  # of each sample
-        of_backend = sockets.backend.devices
-        # The script may have put layers of its models on other GPUs than the backend's.
-        in_use = [*of_backend, *(device for module in sockets.prepared for device in devices_of(module))]
-        self._gpus = [device for device in dict.fromkeys(in_use) if device.type == accelerator()]
+        self._gpus = [device for device in sockets.backend.devices if device.type == accelerator()]
         super().plug_in(sockets)
-
-    def totals(self) -> Totals:
-        """Return the measurements of this process so far. Not collective; does not synchronise devices."""
-        now = perf_counter()
-        iterating = now - self._iterating_since if self._iterations else 0.0
-        stepping = 0.0 if self._stepping_since is None else now - self._stepping_since
-        return Totals(self._samples, self._seconds + iterating, self._data, self._step + stepping)
 
     def read(self) -> dict[str, float]:
         """Return the measurements since the last call, as a dict for a logger. Collective: one small gather.
@@ -78,11 +55,10 @@ class Throughput(Feature):
             ``slowest_ratio`` is its time divided by the median over the ranks.
         """
         if self._iterations:
-            self._await_device()
-        totals = self.totals()
-        since = [now - read for now, read in zip(totals, self._read, strict=True)]
-        self._read = totals
-        ranks = self._communicator.all_gather(torch.tensor([*since, self._peak_memory()], dtype=torch.float64))
+            self._count_time()
+        measured = [self._samples, self._seconds, self._data, self._step, self._peak_memory()]
+        self._samples, self._seconds, self._data, self._step = 0, 0.0, 0.0, 0.0
+        ranks = self._communicator.all_gather(torch.tensor(measured, dtype=torch.float64))
         samples, seconds, memory = ranks[:, 0].sum().item(), ranks[:, 1].max().item(), ranks[:, 4].max().item()
         samples /= self._copies
         _, mean_seconds, data, step, _ = ranks.mean(0).tolist()
@@ -103,7 +79,7 @@ class Throughput(Feature):
         """Yield from an iterator of training batches, and measure it."""
         since = perf_counter()
         if self._iterations == 0:
-            self._iterating_since = since
+            self._counted_at = since
         self._iterations += 1  # several loaders may be iterated at once, and the time counts once
         try:
             for micro_batch, batch in batches:
@@ -115,8 +91,7 @@ class Throughput(Feature):
         finally:
             self._iterations -= 1
             if self._iterations == 0:
-                self._await_device()  # queued work belongs to the samples counted so far
-                self._seconds += perf_counter() - self._iterating_since
+                self._count_time()
 
     def before_call(self, call: str) -> None:
         """Start the clock of ``backward`` or ``update``."""
@@ -124,13 +99,15 @@ class Throughput(Feature):
 
     def after_call(self) -> None:
         """Stop that clock."""
-        if self._stepping_since is not None:
-            self._step += perf_counter() - self._stepping_since
-            self._stepping_since = None
+        self._step += perf_counter() - self._stepping_since
 
-    def _await_device(self) -> None:
+    def _count_time(self) -> None:
+        """Count the time since iterations began, or it was counted last."""
         for device in self._gpus:
-            torch.accelerator.synchronize(device)
+            torch.accelerator.synchronize(device)  # queued work belongs to the samples counted so far
+        now = perf_counter()
+        self._seconds += now - self._counted_at
+        self._counted_at = now
 
     def _peak_memory(self) -> int:
         """Return the peak memory in bytes."""
