@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import zip_longest
 from types import MethodType
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import unitrain
 from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import CurrentBatch
-from unitrain.errors import UsageError, by_rank
+from unitrain.errors import UsageError
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
 
@@ -148,8 +148,6 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
     for name, reduction in reductions.items():
         of_ranks = [theirs[name] for theirs in used]
         if isinstance(states[name], list):
-            if getattr(reduction, "__name__", "") == "dim_zero_cat":
-                _check_rows(name, [theirs[name] for theirs, _ in ranks])
             # One of each rank in turn, which is the order of the dataset.
             turns = zip_longest(*([(item,) for item in items] for items in of_ranks), fillvalue=())
             value: Any = [_moved(item, metric) for turn in turns for entry in turn for item in entry]
@@ -158,19 +156,6 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
         # Reductions can't concatenate nothing, if no rank has rows.
         synchronised[name] = value if reduction is None or not len(value) else reduction(value)
     return synchronised
-
-
-def _check_rows(name: str, of_ranks: Sequence[list[Tensor]]) -> None:
-    """Raise UsageError if the rows of a state differ between ranks in dtype or shape, so that they can't be joined.
-
-    Args:
-        name: of the state, for the message.
-        of_ranks: the rows of each rank, in a list of one tensor; an empty list for a rank without rows.
-    """
-    rows = [(rank, tensor) for rank, tensors in enumerate(of_ranks) for tensor in tensors]
-    if len({(tensor.dtype, tensor.shape[1:]) for _, tensor in rows}) > 1:
-        described = by_rank((rank, f"{tensor.dtype}{list(tensor.shape)}") for rank, tensor in rows)
-        raise UsageError(f"the state {name} of a metric has rows of different dtypes or shapes: {described}.")
 
 
 def _moved(item: Any, metric: Any) -> Any:
