@@ -34,7 +34,8 @@ DEADLINE_S = 60.0
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     """The port of a job with every metric."""
-    endpoint = Endpoint([Member(rank, "host", 1, 0) for rank in range(3)], "127.0.0.1", 0, Pulse())
+    endpoint = Endpoint("127.0.0.1", 0)
+    endpoint.open([Member(rank, "host", 1, 0) for rank in range(3)], Pulse())
     for second in range(30):
         for rank in range(3):
             phase = USER_CODE if rank == 2 else "step"

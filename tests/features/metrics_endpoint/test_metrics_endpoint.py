@@ -26,7 +26,6 @@ from typing import Any
 import pytest
 import torch
 from plain_loop import model_of
-from prometheus_client.registry import Collector
 from ranks import run_ranks
 from rich.console import Console
 from torch.optim import SGD
@@ -47,7 +46,9 @@ DEADLINE_S = 30.0
 
 
 def opened(ranks: int, port: int = 0) -> Endpoint:
-    return Endpoint([Member(rank, f"node{rank // 8}", 1, 0) for rank in range(ranks)], "127.0.0.1", port, Pulse())
+    endpoint = Endpoint("127.0.0.1", port)
+    endpoint.open([Member(rank, f"node{rank // 8}", 1, 0) for rank in range(ranks)], Pulse())
+    return endpoint
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def three() -> Iterator[Endpoint]:
     endpoint.at_close()
 
 
-def samples(collector: Collector) -> dict[tuple[str, ...], float]:
+def samples(collector: Endpoint) -> dict[tuple[str, ...], float]:
     """Return all samples by name and labels, without the host."""
     found = [sample for family in collector.collect() for sample in family.samples]
     labels = [[value for name, value in sorted(sample.labels.items()) if name != "host"] for sample in found]

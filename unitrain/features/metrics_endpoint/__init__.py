@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
 from unitrain.config import Section, StrategyConfig, conflict
+from unitrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from unitrain.training.feature import Feature
@@ -39,6 +41,12 @@ class Settings(Section):
 
 def make(config: StrategyConfig) -> Feature:
     """Return the feature that has rank 0 serve metrics."""
-    from unitrain.features.metrics_endpoint.serving import ServedMetrics
+    if find_spec("prometheus_client") is None:
+        raise ConfigError(
+            'metrics.port needs the package prometheus_client: pip install "unitrain[metrics]", or leave metrics.port '
+            "unset."
+        )
+    from unitrain.features.metrics_endpoint.endpoint import Endpoint
 
-    return ServedMetrics(Settings.of(config).metrics)
+    settings = Settings.of(config).metrics
+    return Endpoint(settings.host, settings.port or 0)

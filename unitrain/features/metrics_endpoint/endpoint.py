@@ -6,6 +6,7 @@ Prometheus and ``unitrain top`` read it.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -26,12 +27,14 @@ from prometheus_client.registry import Collector
 from unitrain import call_site
 from unitrain.errors import ConfigError
 from unitrain.features.metrics_endpoint import FILE
+from unitrain.job.job import current
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.link import close_in_children
 from unitrain.job.watch.messages import Heartbeat
 from unitrain.process import print_stderr, resident_memory
 from unitrain.pulse import Pulse
-from unitrain.training.hooks import StepHook
+from unitrain.training.feature import Feature
+from unitrain.training.loop.sockets import Sockets
 from unitrain.url import parsed
 
 # How many heartbeats averages are over.
@@ -64,40 +67,62 @@ class _Rank:
         return self.beat.step, step_s, self.waits, now - self.heard_at, self.beat.memory
 
 
-class Endpoint(StepHook):
-    """Serves metrics over HTTP, in threads of rank 0, until the strategy is closed.
+class Endpoint(Feature):
+    """Serves the state of all ranks, and the metrics that the script logs, over HTTP in threads of rank 0.
 
     Args:
-        members: all processes, by rank.
         host: the address to listen at.
         port: the port; 0 for a free one.
-        pulse: what this process is doing, since there are no heartbeats in a world of one.
 
     Attributes:
         port: the port that it listens at.
     """
 
-    def __init__(self, members: Sequence[Member], host: str, port: int, pulse: Pulse) -> None:
-        self._members = members
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self.port: int = port
         self._ranks: dict[int, _Rank] = {}
-        self._pulse, self._script_thread = pulse, threading.get_ident()
         self._logged: dict[str, float] = {}
+        self._files: list[Path] = []
+
+    def plug_in(self, sockets: Sockets) -> None:
+        """Open the endpoint. Collective.
+
+        Raises:
+            ConfigError: rank 0 can't listen there; on every rank.
+        """
+        communicator, job = sockets.communicator, current()
+        watch = None if job is None else job.watch
+        members = (Member(0, socket.gethostname(), os.getpid(), 0),) if watch is None else watch.members
+        communicator.on_main(lambda: self.open(members, communicator.collectives.pulse))
+        if communicator.is_main:  # the hooks of the others cost nothing
+            sockets.hooks.add_hook(self)
+        if watch is not None:
+            watch.observe(self.observe if communicator.is_main else None)
+
+    def open(self, members: Sequence[Member], pulse: Pulse) -> None:
+        """Begin to serve. ConfigError is raised if the address can't be listened at.
+
+        Args:
+            members: all processes, by rank.
+            pulse: what this process is doing, since there are no heartbeats in a world of one.
+        """
+        self._members, self._pulse, self._script_thread = members, pulse, threading.get_ident()
         self._about = {"id": uuid4().hex, "host": socket.gethostname(), "version": version("unitrain")}
         # Without auto_describe, which would collect at once, from ranks that have sent nothing.
         registry = CollectorRegistry(auto_describe=False)
         registry.register(cast(Collector, self))
         try:
-            self._server, _ = start_http_server(port, host, registry)
+            self._server, _ = start_http_server(self.port, self._host, registry)
         except OSError as error:
             raise ConfigError(
-                f"rank 0 can't serve metrics at {host}, port {port}, on {self._about['host']}: {error.strerror}. Set "
-                "metrics.port to a free port, or to 0 for any, and metrics.host to an address of rank 0's host."
+                f"rank 0 can't serve metrics at {self._host}, port {self.port}, on {self._about['host']}: "
+                f"{error.strerror}. Set metrics.port to 0 for any free port, or metrics.host to an address of its host."
             ) from error
         close_in_children(self._server.socket)  # a worker that outlives this process would keep the port
-        self.port: int = self._server.server_port
-        self._text = json.dumps({"address": host, "port": self.port, **self._about})
-        self._files: list[Path] = []
-        print_stderr(f"unitrain: metrics at http://{host}:{self.port}/metrics, on {self._about['host']}")
+        self.port = self._server.server_port
+        self._text = json.dumps({"address": self._host, "port": self.port, **self._about})
+        print_stderr(f"unitrain: metrics at http://{self._host}:{self.port}/metrics, on {self._about['host']}")
 
     def observe(self, rank: int, beat: Heartbeat, now: float) -> None:
         """Record a heartbeat. The work does not grow with the number of ranks."""
