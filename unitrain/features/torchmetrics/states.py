@@ -15,6 +15,7 @@ from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import SentState, needed
 from unitrain.errors import CheckpointError
+from unitrain.features.torchmetrics.synchronisation import is_metric
 from unitrain.training.state_parts import StatePart
 
 # The states of several ranks can be one rank's if torchmetrics' function of this name reduces them over the ranks.
@@ -114,8 +115,7 @@ def _metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
             # Some of its metrics share a state, which this brings up to date in all of them.
             collection.items(keep_base=True, copy_state=False)  # type: ignore[call-arg]
     for path, inner in module.named_modules():
-        # torchmetrics is not a dependency: metrics are recognised by their attributes.
-        if all(hasattr(inner, name) for name in ("_reductions", "_defaults", "update_count")):
+        if is_metric(inner):
             yield path, inner
 
 

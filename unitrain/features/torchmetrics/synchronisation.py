@@ -39,7 +39,7 @@ def synchronise_metric(metric: M, strategy: unitrain.Strategy) -> M:
     """
     # A wrapper, a composition and a collection hold metrics that are updated and synchronised one by one.
     modules: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
-    metrics = [module for module in modules if _is_metric(module)]
+    metrics = [module for module in modules if is_metric(module)]
     if not metrics:
         raise UsageError(
             f"synchronise_metric() takes torchmetrics' metrics, not {type(metric).__name__}. For a mean, use "
@@ -81,7 +81,8 @@ class _Synchronisation(Feature):
         self._modules[0].to(communicator.device)
 
 
-def _is_metric(module: Any) -> bool:
+def is_metric(module: Any) -> bool:
+    """Return whether a module is a metric of torchmetrics with states of its own."""
     # torchmetrics is not a dependency: metrics are recognised by the attributes that they synchronise through. A
     # composition (metric_a + metric_b) has no states.
     names = ("_sync_dist", "_reductions", "_wrap_update", "distributed_available_fn")
@@ -98,7 +99,7 @@ def _leave_stand_ins_out(metric: Any, current_batch: CurrentBatch) -> None:
         of_batch = type(self).forward
         if not current_batch.is_stand_in:
             return of_batch(self, *args, **kwargs)
-        inner = [module for module in self.modules() if _is_metric(module)]
+        inner = [module for module in self.modules() if is_metric(module)]
         saved = copy.deepcopy([(metric.metric_state, metric.update_count) for metric in inner])
         # If only this rank computes, it has nothing else to compute from.
         current_batch.is_stand_in = self.dist_sync_on_step
