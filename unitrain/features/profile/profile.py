@@ -45,14 +45,13 @@ class Profile(Feature):
         """Begin, if this rank is to be recorded: the hooks of the others cost nothing."""
         self._communicator, self._hooks = sockets.communicator, sockets.hooks
         self._seen = self._communicator.collectives.pulse.step
-        self._first = self._seen + self._skip + 1
-        self._recording, self._call = ExitStack(), ExitStack()
+        self._first = 0  # the first step that is recorded
+        self._call = ExitStack()
         if self._ranks is None or self._communicator.rank in self._ranks:
             phases = schedule(wait=self._skip - 1, warmup=1, active=self._steps, repeat=1)
             self._profiler = profile(schedule=phases, on_trace_ready=self._write, acc_events=True)
-            self._recording.enter_context(self._profiler)
+            self._profiler.start()
             self._communicator.collectives.mark_calls(_mark)
-            self._recording.callback(self._communicator.collectives.mark_calls, None)
             self._hooks.add_hook(self)
 
     def before_call(self, call: str) -> None:
@@ -69,13 +68,16 @@ class Profile(Feature):
         if step != self._seen:
             self._seen = step
             self._profiler.step()
-            if step >= self._first + self._steps - 1:
+            if self._profiler.step_num == self._skip:
+                self._first = step + 1
+            if self._profiler.step_num == self._skip + self._steps:
                 self.at_close()
 
     def at_close(self) -> None:
         """End, and write the steps that were recorded so far."""
         self._call.close()
-        self._recording.close()
+        self._profiler.stop()
+        self._communicator.collectives.mark_calls(None)
         self._hooks.remove_hook(self)
 
     def _write(self, profiler: Any) -> None:
