@@ -119,7 +119,8 @@ def hub_share(ranks: int, seconds: float) -> float:
 
 def measure_endpoint(ranks: int) -> Found:
     """Take a heartbeat of every rank twice, and answer once, as ``metrics.port`` has rank 0 do."""
-    endpoint = Endpoint(members(ranks), "127.0.0.1", 0, Pulse())
+    endpoint = Endpoint("127.0.0.1", 0)
+    endpoint.open(members(ranks), Pulse())
     begin = time.process_time()
     for step in range(2):
         for rank in range(ranks):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import gc
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch._utils import ExceptionWrapper
 
 import unitrain
 from unitrain import DataError, UsageError, rng
-from unitrain.features.batch_finder.find_micro_batch_size import find_micro_batch_size, first_line, is_out_of_memory
+from unitrain.features.batch_finder.find_micro_batch_size import find_micro_batch_size, is_out_of_memory
 
 MB = 2**20
 
@@ -54,7 +52,7 @@ def test_the_rank_with_the_least_memory_decides_and_leaves_no_other_waiting(
     first, second = run_ranks(find, backend, [10, 4])
     assert first == second == [3, [10, 5, 3], [0, 1]]
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("unitrain: micro_batch_size")]
-    assert "micro_batch_size 3: 5 samples did not fit on rank 1 (DefaultCPUAllocator: can't allocate memory" in line
+    assert "micro_batch_size 3: 5 samples did not fit on rank 1 (RuntimeError: " in line
 
 
 @on_ranks()
@@ -111,18 +109,14 @@ def test_what_an_attempt_has_allocated_is_freed_before_the_next() -> None:
 @pytest.mark.gpu
 @GPU
 def test_a_gpu() -> None:
-    torch.cuda.set_per_process_memory_fraction(2 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-    try:
-        with unitrain.init(backend="single", device="cuda") as strategy:
-            most = 22
+    with unitrain.init(backend="single", device="cuda") as strategy:
+        part = torch.cuda.mem_get_info()[0] // 16
 
-            def attempt(size: int) -> None:
-                torch.empty(size * 100 * MB, dtype=torch.uint8, device="cuda")
+        def attempt(size: int) -> None:
+            torch.empty(size * part, dtype=torch.uint8, device="cuda")
 
-            assert find_micro_batch_size(strategy, attempt, most) == 11
-            assert torch.cuda.memory_reserved() < 100 * MB
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        assert find_micro_batch_size(strategy, attempt, 22) == 11
+        assert torch.cuda.memory_reserved() < 100 * MB
 
 
 HUGE = 2**58  # bytes; no process can map so much
@@ -143,13 +137,12 @@ def in_a_worker() -> None:
         out_of_memory,
         lambda: bytearray(HUGE),
         lambda: np.empty(HUGE, np.uint8),
-        lambda: mmap.mmap(-1, HUGE),
         in_a_worker,
     ],
-    ids=["torch", "python", "numpy", "mmap", "worker"],
+    ids=["torch", "python", "numpy", "worker"],
 )
 def test_what_a_host_says(fails: Callable[[], object]) -> None:
-    with pytest.raises((RuntimeError, MemoryError, OSError)) as raised:
+    with pytest.raises((RuntimeError, MemoryError)) as raised:
         fails()
     assert is_out_of_memory(raised.value)
 
@@ -168,10 +161,8 @@ def test_what_a_host_says(fails: Callable[[], object]) -> None:
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), False),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (ValueError("out of memory"), False),
-        (OSError(errno.ENOSPC, "No space left on device"), False),
     ],
     ids=str,
 )
 def test_what_gpus_and_libraries_say(error: Exception, no_memory: bool) -> None:
     assert is_out_of_memory(error) == no_memory
-    assert "\n" not in first_line(error)

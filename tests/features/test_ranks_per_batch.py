@@ -108,7 +108,7 @@ def train(
                 if strategy.global_step == stop:
                     checkpoint.save()
                     return {}
-        rate, seconds = throughput.read()["samples_per_second"], torch.tensor(throughput.totals().seconds)
+        seconds, rate = torch.tensor(throughput._seconds), throughput.read()["samples_per_second"]
         parts = []
         with strategy.evaluation(model):
             val = strategy.dataloader(data, global_batch_size=batch)

@@ -59,14 +59,12 @@ def test_time_is_split_into_data_step_and_rest() -> None:
     assert seconds <= took
     assert found["samples_per_second"] == pytest.approx(16 / seconds)
     assert 50 < found["peak_memory_mb"] < 100_000
-    assert not {"flops_per_second", "mfu"} & found.keys(), "nobody has said how many a sample takes"
 
 
 def test_a_reading_begins_anew_and_an_evaluation_after_the_epoch_is_not_counted() -> None:
     strategy = unitrain.init(backend="single")
     throughput = strategy.add(Throughput())
     train(strategy, rows(20))
-    assert throughput.totals().samples == 20
     assert throughput.read()["samples_per_second"] > 0
     model = nn.Linear(4, 1)
     with strategy.evaluation(model):
@@ -91,30 +89,25 @@ def test_it_can_be_read_within_an_epoch_and_after_a_loop_that_was_broken_off() -
         if number == 3:
             break
     assert [reading["rest_seconds"] >= 2 * WAIT_S for reading in readings] == [True, True]
-    ended = throughput.totals()
-    assert ended.samples == 32
     time.sleep(WAIT_S)
-    assert throughput.totals() == ended
+    assert throughput.read()["rest_seconds"] < WAIT_S
 
 
-def measured() -> tuple[dict[str, float], int]:
+def measured() -> dict[str, float]:
     with unitrain.init(backend="ddp", device="cpu") as strategy:
-        throughput = strategy.add(Throughput(flops_per_sample=2.0, peak_flops=10.0))
+        throughput = strategy.add(Throughput())
         rank = strategy.rank
         train(strategy, rows(20), epochs=2, busy=lambda: time.sleep(WAIT_S if rank == 1 else 0.0))
-        return throughput.read(), throughput.totals().samples
+        return throughput.read()
 
 
 @pytest.mark.alone
 def test_all_ranks_read_what_they_did_together() -> None:
-    (one, samples), (other, others_samples) = run_ranks(measured)
+    one, other = run_ranks(measured)
     assert one == other
-    assert samples + others_samples == 40
     # Rank 1 slept in each of 6 steps, and rank 0 waited for it in its own: each is half of the mean.
     assert one["rest_seconds"] >= 6 * WAIT_S / 2
     assert one["step_seconds"] >= 5 * WAIT_S / 2
     assert one["samples_per_second"] < 40 / (6 * WAIT_S)
-    assert one["flops_per_second"] == pytest.approx(2 * one["samples_per_second"])
-    assert one["mfu"] == pytest.approx(2 * one["samples_per_second"] / (2 * 10))  # of two devices
     assert one["slowest_rank"] == 1
     assert one["slowest_ratio"] > 1.5

@@ -21,7 +21,7 @@ from torch.optim import SGD
 
 import unitrain
 from unitrain import ConfigError, Strategy, UsageError
-from unitrain.features.trackers import Trackers, libraries, trackers
+from unitrain.features.trackers import Trackers, trackers
 
 NAMES = ["tensorboard", "wandb", "mlflow"]
 
@@ -140,7 +140,6 @@ def test_a_run_that_fails_is_recorded_so_and_says_why(offline: Path, tmp_path: P
 def open_missing(folder: str) -> str:
     with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
         if strategy.is_main:
-            # W&B's folder of runs in the current directory is a namespace package.
             sys.path[:] = [folder]
             importlib.invalidate_caches()
         with pytest.raises(ConfigError) as caught:
@@ -149,8 +148,10 @@ def open_missing(folder: str) -> str:
 
 
 def test_a_library_that_is_missing_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "wandb").mkdir()
-    said = "the tracker wandb needs the package wandb, which is not installed: pip install wandb"
+    said = (
+        "the tracker wandb could not be started: ModuleNotFoundError: No module named 'wandb'. Install or set up what "
+        "it needs, or start without it."
+    )
     assert run_ranks(open_missing, str(tmp_path), nprocs=2) == [said, said]
 
 
@@ -158,28 +159,22 @@ def test_what_makes_no_sense_is_refused(
     strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = Recorder()
-    monkeypatch.setattr(libraries, "start", lambda *_: started)
+    monkeypatch.setitem(trackers.LIBRARIES, "mlflow", lambda *_: started)
     (tmp_path / "trackers.json").mkdir()
-    with pytest.raises(ConfigError, match=r"mlflow .*Is a directory: '.*/trackers\.json'\. Move the folder"):
+    with pytest.raises(ConfigError, match=r"mlflow .*Is a directory: '.*/trackers\.json'"):
         strategy.add(Trackers(["mlflow"], tmp_path))
-    monkeypatch.undo()
     assert started.calls == [False]  # the run that began in the service has ended
-    with pytest.raises(ConfigError, match="no tracker 'neptune': name tensorboard, wandb, mlflow, or pass an object"):
-        strategy.add(Trackers(["neptune"], tmp_path))
-    with pytest.raises(UsageError, match=r"takes a list: \['wandb'\]"):
-        strategy.add(Trackers("wandb", tmp_path))
+    with pytest.raises(UsageError, match="no tracker 'neptune': pass a list of tensorboard, wandb, mlflow and objects"):
+        Trackers(["neptune"], tmp_path)
+    with pytest.raises(UsageError, match="is a URL"):
+        Trackers([], "s3://bucket/run")
     (tmp_path / "file").touch()
     said = "the tracker tensorboard could not be started: FileExistsError"
-    with pytest.raises(ConfigError, match=rf"{said}.* Correct that, or start"):
+    with pytest.raises(ConfigError, match=said):
         strategy.add(Trackers(["tensorboard"], tmp_path / "file"))
     strategy._step.global_step = 5  # as after a resume: nobody may be there to correct it
     strategy.add(Trackers(["tensorboard"], tmp_path / "file")).log({"loss": 1.0}, 5)
     assert f"unitrain: {said}" in capsys.readouterr().err
-    tracked = strategy.add(Trackers([Recorder()], tmp_path))
-    for value in ("0.5", torch.ones(2)):
-        with pytest.raises(UsageError, match=r"the metric loss is a (str|Tensor): log numbers"):
-            tracked.log({"loss": value}, 1)  # type: ignore[dict-item]
-    tracked.close()
 
 
 class Recorder:

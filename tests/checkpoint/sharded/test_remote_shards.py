@@ -1,9 +1,8 @@
-"""Shards in an object store: each rank writes and reads its own, on a real S3 server. So with weights at a URL."""
+"""Shards in an object store: each rank writes and reads its own, on a real S3 server."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -18,7 +17,6 @@ import unitrain
 from unitrain import CheckpointError
 from unitrain.checkpoint.sharded import saving
 from unitrain.checkpoint.store.objects import Objects
-from unitrain.features.safetensors import load_weights
 
 pytestmark = pytest.mark.usefixtures("server")
 WIDTH = 40
@@ -124,42 +122,3 @@ def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
     changed[random.Random(0).randrange(len(changed))] ^= 1
     put(f"{s3_url}/step-0000000002/{SHARDS[2]}", bytes(changed))
     assert [step for step, _, _ in run_ranks(resume, s3_url, FSDP, nprocs=3)] == [1, 1, 1]
-
-
-def load(url: str, backend: str) -> tuple[int, dict[str, Tensor]]:
-    """Load weights, and return how many bytes of them this rank has read, and the weights."""
-    with unitrain.init(backend=backend, device="cpu", timeout_s=30) as strategy:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(1200, 600), nn.Linear(600, 3, bias=False))
-        model = strategy.prepare(model)
-        sizes: list[int] = []
-        get = Objects.get
-
-        def noted(store: Objects, *arguments: Any) -> bytes:
-            content = get(store, *arguments)
-            sizes.append(len(content))
-            return content
-
-        with patch.object(Objects, "get", noted):
-            load_weights(strategy, model, url)
-        with pytest.raises(CheckpointError, match=rf"{url}/none\.safetensors does not exist"):
-            load_weights(strategy, model, f"{url}/none.safetensors")
-        return sum(sizes), strategy.export(model).state_dict()
-
-
-@pytest.mark.all("test_safetensors.py reads such files of a disk")
-def test_weights_at_a_url_are_read_by_the_ranks_that_need_them(s3_url: str, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    torch.manual_seed(0)
-    weights = {
-        "0.weight": torch.randn(600, 1200).bfloat16(), "0.bias": torch.randn(600), "1.weight": torch.randn(3, 600)
-    }  # fmt: skip
-    safetensors.save_file(weights, tmp_path / "model.safetensors")
-    content = (tmp_path / "model.safetensors").read_bytes()
-    put(f"{s3_url}/model.safetensors", content)
-    for backend, parts in (("fsdp", 2), ("ddp", 1)):
-        first, second = run_ranks(load, s3_url, backend)
-        assert first[0] - 2**20 < len(content) / parts + 10_000
-        assert backend == "fsdp" or second[0] == 0
-        for _, found in (first, second):
-            assert all(torch.equal(found[name], weight.to(found[name].dtype)) for name, weight in weights.items())

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import unitrain
-from unitrain import CheckpointError, UnitrainError, UsageError
-from unitrain.features.safetensors import load_weights, save_weights
-from unitrain.features.safetensors.loading import WeightFiles
+from unitrain import UnitrainError
+from unitrain.features.safetensors import load_weights, save_weights, weights
 
 transformers = pytest.importorskip("transformers")
 WORDS, WIDTH = 13, 6
@@ -99,7 +99,7 @@ def load_wrong(folders: list[str]) -> list[str]:
 
 
 def test_what_can_t_be_loaded_is_one_message_on_every_rank(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("empty", "other", "cut", "away")]
+    folders = [tmp_path / name for name in ("empty", "other", "cut")]
     for folder in folders:
         folder.mkdir()
     save(folders[1], without="norm.bias")
@@ -107,49 +107,21 @@ def test_what_can_t_be_loaded_is_one_message_on_every_rank(tmp_path: Path) -> No
     save(folders[2])
     cut = folders[2] / "model-1.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
-    (folders[3] / "model.safetensors.index.json").write_text('{"weight_map": {"words.weight": "../a.safetensors"}}')
     torch.save(Model().state_dict(), folders[1] / "model.pt")
     save_file({"module.words.weight": torch.ones(2)}, folders[1] / "wrapped.safetensors")
     names = ("alone.safetensors", "model.pt", "wrapped.safetensors")
-    places = [
-        *map(str, folders),
-        str(tmp_path / "no"),
-        *(str(folders[1] / name) for name in names),
-        "s3://bucket/model",
-    ]
+    places = [*map(str, folders), *(str(folders[1] / name) for name in names), "s3://bucket/model"]
     for said in run_ranks(load_wrong, places):
-        empty, other, short, away, no, alone, of_torch, wrapped, url, unprepared, part = said
-        assert "has neither model.safetensors nor model.safetensors.index.json" in empty
+        empty, other, short, alone, of_torch, wrapped, url, unprepared, part = said
+        assert "/empty/model.safetensors.index.json: FileNotFoundError" in empty
         assert "weights of another model: norm.bias is missing. Pass the file of this model, or build" in other
-        assert "model-1.safetensors is no whole file of safetensors: ValueError" in short
-        assert "it names a file in another folder" in away
-        assert "no does not exist" in no
-        assert "body is not in the model; scale is missing; words.weight is (2,), but (13, 6) in the model; " in alone
+        assert "model.safetensors.index.json: SafetensorError" in short
+        assert "body is not in the model; scale is missing; words.weight is [2], but [13, 6] in the model; " in alone
         assert "and 11 more. Pass" in alone
-        assert "model.pt is a file of torch.save, and not of safetensors. Load it into the model before" in of_torch
-        assert "Its names begin with 'module.', as in a wrapped model: save the weights" in wrapped
-        assert "s3://bucket/model" in url
-        assert "load_weights needs a prepared model" in unprepared
-        assert "this BatchNorm1d is a part of a prepared one: pass what prepare() returned" in part
-
-
-def test_a_changed_header_is_an_error_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bool)}, path)
-    content = path.read_bytes()
-    assert torch.equal(WeightFiles.at(path).whole("a"), torch.arange(6.0).view(2, 3))
-    length = int.from_bytes(content[:8], "little")
-    for position in range(8 + length):
-        changed = bytearray(content)
-        changed[position] ^= 1 << (position % 7)
-        path.write_bytes(changed)
-        try:
-            files = WeightFiles.at(path)
-            found = files.forms()
-        except CheckpointError:
-            continue
-        for name in found:
-            files.whole(name).sum()  # its bytes are in the file
+        assert "What torch.save has written is loaded before prepare()" in of_torch
+        assert "Names with module. or _orig_mod. are a wrapped model's: save its weights without" in wrapped
+        assert "weights can't be read from s3:/bucket/model: FileNotFoundError" in url
+        assert unprepared == part == "load_weights fills a whole prepared model: pass what prepare() returned."
 
 
 def test_models_of_transformers_are_built_without_weights_and_loaded(tmp_path: Path) -> None:
@@ -172,7 +144,7 @@ def test_models_of_transformers_are_built_without_weights_and_loaded(tmp_path: P
         assert torch.equal(model(words).logits, expected(words).logits)
 
 
-LARGE, SMALL = 2**20, 3000  # bytes
+SMALL = 3000  # bytes
 
 
 def llama() -> nn.Module:
@@ -192,10 +164,11 @@ def save_and_load(backend: str, folder: str) -> tuple[dict[str, Tensor], dict[st
             model.config.save_pretrained(folder)  # type: ignore[operator, union-attr]
         prepared = strategy.prepare(model)
         expected = strategy.export(prepared).state_dict()
-        save_weights(strategy, prepared, folder, max_file_size=LARGE)
+        save_weights(strategy, prepared, folder)
         files = [sorted(os.listdir(folder))]
         strategy.barrier()
-        save_weights(strategy, prepared, folder, max_file_size=SMALL)
+        with patch.object(weights, "_FILE_BYTES", SMALL):
+            save_weights(strategy, prepared, folder)
         files.append(sorted(os.listdir(folder)))
         with torch.no_grad():
             for parameter in prepared.parameters():
@@ -228,38 +201,19 @@ def test_transformers_reads_what_the_ranks_have_written(backend: str, world: int
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_weights_are_saved_at_a_url() -> None:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        model, other = strategy.prepare(nn.Linear(8, 8), nn.Linear(8, 8))
-        save_weights(strategy, model, "memory://weights", max_file_size=100)
-        load_weights(strategy, other, "memory://weights")
-    assert torch.equal(model.weight, other.weight)
-
-
-def save_apart(folder: str) -> list[str]:
-    """Save where rank 1 sees another folder, then one that can't be written, and what safetensors can't hold."""
+def save_wrong(folder: str) -> list[str]:
     said = []
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
-        os.chdir(Path(folder, str(strategy.rank)))
-        model = strategy.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-        save_weights(strategy, model, "out", max_file_size=100)
-        said.append(" ".join(sorted(os.listdir("out"))) if Path("out").exists() else "")
-        Path(folder, "file").touch()
-        other = strategy.prepare(nn.Linear(2, 2, dtype=torch.complex64))
-        for one, where, most in ((model, "file/out", 100), (model, "out", 0), (other, "out", 100)):
-            with pytest.raises((CheckpointError, UsageError)) as raised:
-                save_weights(strategy, one, Path(folder, where), max_file_size=most)
+        model = strategy.prepare(nn.Linear(8, 8))
+        for where in (f"{folder}/file/out", "s3://bucket/out"):
+            with pytest.raises(UnitrainError) as raised:
+                save_weights(strategy, model, where)
             said.append(str(raised.value))
     return said
 
 
-def test_rank_0_writes_alone_what_others_do_not_see_and_failures_are_one_message(tmp_path: Path) -> None:
-    for rank in ("0", "1"):
-        (tmp_path / rank).mkdir()
-    (seen, *errors), (unseen, *same) = run_ranks(save_apart, str(tmp_path))
-    assert len(re.findall(r"model-\d+-of-00004\.safetensors", seen)) == 4
-    assert unseen == ""
-    assert errors == same
-    assert re.search(r"weights can't be written to \S+file/out: .*Not a directory", errors[0])
-    assert errors[1] == "save_weights: max_file_size is 0, but must be at least 1 byte."
-    assert "weight is torch.complex64, torch.strided, which safetensors can't hold: use strategy.save" in errors[2]
+def test_what_can_t_be_written_is_one_message_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for not_a_folder, url in run_ranks(save_wrong, str(tmp_path)):
+        assert re.search(r"/file/out can't be written: .*Not a directory", not_a_folder)
+        assert url == "s3://bucket/out is a URL, but save_weights writes to a folder: pass a path."

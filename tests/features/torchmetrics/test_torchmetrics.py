@@ -159,16 +159,6 @@ def test_a_copy_of_a_metric_is_another_metric() -> None:
         assert metric.update_count == 0
 
 
-@on_ranks()
-def test_rows_of_different_shapes_are_refused_on_all_ranks() -> None:
-    with unitrain.init(device="cpu") as strategy:
-        metric = synchronise_metric(torchmetrics.CatMetric(), strategy)
-        metric.update(torch.zeros(2, 3 + strategy.rank))
-        said = r"the state value of a metric has rows of different .*: torch.float32\[2, 3\] on rank 0; .*4\] on rank 1"
-        with pytest.raises(UsageError, match=said):
-            metric.compute()
-
-
 class Latest(torchmetrics.Metric):
     """The mean, and a list, of what each rank has seen last."""
 

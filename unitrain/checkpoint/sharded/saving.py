@@ -187,14 +187,14 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> dict[str, Any]:
     return {"files": {name: described}, "pieces": pieces}
 
 
-def shared_store(communicator: Communicator, store: Store, what: str = "checkpoints") -> Store | None:
+def shared_store(communicator: Communicator, store: Store) -> Store | None:
     """Return the store that rank 0 writes to, as this rank sees it; None if rank 0 has to write alone. Collective."""
 
     def leave_mark() -> tuple[str, str] | None:
         if store.few_writes:
             return None
         mark = f"{uuid4().hex}.tmp"
-        with store.explained(f"{what} can't be written to {store}"):
+        with store.explained(f"checkpoints can't be written to {store}"):
             store.make()
             store.put(mark, b"x")
         return store.location, mark

@@ -6,7 +6,6 @@ comes before ``strategy.prepare``. After each, the ranks tell each other who ran
 
 from __future__ import annotations
 
-import errno
 import gc
 import re
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from unitrain.process import print_stdout
 _MARGIN = 0.05
 # What torch, CUDA's libraries and C++ say. Without memory for its workspace, cuDNN finds no engine.
 _MESSAGES = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INIT"
+    r"out of memory|can't allocate memory|bad_alloc|STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INIT"
     r"|unable to find an engine to execute",
     re.IGNORECASE,
 )
@@ -71,7 +70,7 @@ def find_micro_batch_size(strategy: unitrain.Strategy, attempt: Callable[[int], 
         failed = [rank for rank, said in enumerate(errors) if said]
         if not failed:
             break
-        reason = f"{size} samples did not fit on rank {listed(failed)} ({errors[failed[0]].rstrip('.')})"
+        reason = f"{size} samples did not fit on rank {listed(failed)} ({errors[failed[0]]})"
         if size == 1:
             raise DataError(
                 f"a micro-batch of 1 sample does not fit into memory: {reason}. Use activation_checkpointing, "
@@ -87,7 +86,10 @@ def find_micro_batch_size(strategy: unitrain.Strategy, attempt: Callable[[int], 
 def _out_of_memory(devices: tuple[torch.device, ...], attempt: Callable[[int], object], size: int) -> str:
     """Make an attempt, and return the message of the error if it runs out of memory, else an empty string."""
     gpus = [device for device in devices if device.type == accelerator()]
-    margins = [torch.empty(int(_MARGIN * _free_memory(gpu)), dtype=torch.uint8, device=gpu) for gpu in gpus]
+    margins = []
+    for gpu in gpus:
+        free, _ = torch.get_device_module(gpu).mem_get_info(gpu)
+        margins.append(torch.empty(int(_MARGIN * free), dtype=torch.uint8, device=gpu))
     message = ""
     try:
         attempt(size)
@@ -97,7 +99,7 @@ def _out_of_memory(devices: tuple[torch.device, ...], attempt: Callable[[int], o
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        message = first_line(error)
+        message = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
     del margins
     gc.collect()  # the error's traceback had the attempt's tensors
     if gpus:
@@ -105,28 +107,7 @@ def _out_of_memory(devices: tuple[torch.device, ...], attempt: Callable[[int], o
     return message
 
 
-def _free_memory(gpu: torch.device) -> int:
-    """Return the free bytes of a GPU's memory; 0 if its module does not tell, as that of MPS."""
-    module = torch.get_device_module(gpu)
-    if not hasattr(module, "mem_get_info"):
-        return 0
-    free, total = module.mem_get_info(gpu)
-    if not hasattr(module, "get_per_process_memory_fraction"):
-        return int(free)
-    # A script may have limited itself to a part; what is free for others is then no measure.
-    return int(min(free, module.get_per_process_memory_fraction(gpu) * total - module.memory_reserved(gpu)))
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory could not be allocated, on a GPU or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of such an error, without the place in torch's source."""
-    line = str(error).strip().partition("\n")[0]
-    return re.sub(r"^\[enforce fail at .*? == 0\. ", "", line) or type(error).__name__
+    # torch.OutOfMemoryError is a RuntimeError, too.
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error))))

@@ -1,26 +1,26 @@
-"""Metrics of a running job, which rank 0 serves to Prometheus and to ``unitrain top``."""
+"""Metrics of a running job, which rank 0 serves to Prometheus."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
 from unitrain.config import Section, StrategyConfig, conflict
+from unitrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from unitrain.training.feature import Feature
 
 SETTING = "metrics.port"
-FILE = "metrics_endpoint.json"
-"""The file with the address, in folders of the run."""
 
 
 class MetricsSettings(Section):
-    """Metrics of the job, which rank 0 serves for Prometheus and unitrain top."""
+    """Metrics of the job, which rank 0 serves for Prometheus."""
 
     port: Annotated[int, Field(ge=0, lt=2**16)] | None = None
-    """Port at which rank 0 serves metrics of the job, for Prometheus and unitrain top; 0: any free one; null: none."""
+    """Port at which rank 0 serves metrics of the job, for Prometheus; 0: any free one; null: none."""
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address at which it listens; 0.0.0.0: on all of its host's."""
 
@@ -39,6 +39,12 @@ class Settings(Section):
 
 def make(config: StrategyConfig) -> Feature:
     """Return the feature that has rank 0 serve metrics."""
-    from unitrain.features.metrics_endpoint.serving import ServedMetrics
+    if find_spec("prometheus_client") is None:
+        raise ConfigError(
+            'metrics.port needs the package prometheus_client: pip install "unitrain[metrics]", or leave metrics.port '
+            "unset."
+        )
+    from unitrain.features.metrics_endpoint.endpoint import Endpoint
 
-    return ServedMetrics(Settings.of(config).metrics)
+    settings = Settings.of(config).metrics
+    return Endpoint(settings.host, settings.port or 0)

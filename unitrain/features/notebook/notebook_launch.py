@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unitrain.errors import CommunicationError, UsageError, writing
+from unitrain.errors import CommunicationError, UsageError
 from unitrain.job.starting.spawn import number_of_ranks, run_processes, spawn_environments
 
 T = TypeVar("T")
@@ -36,8 +36,7 @@ def notebook_launch(fn: Callable[..., T], *args: Any, nprocs: int | None = None)
         nprocs: number of ranks. Default: one per visible GPU.
 
     Raises:
-        UsageError: ``nprocs`` is less than 1, or missing without a GPU; or ``fn``, what it uses, or rank 0's result
-            can't be pickled.
+        UsageError: ``nprocs`` is less than 1, or missing without a GPU; or ``fn``, or what it uses, can't be pickled.
         CommunicationError: a rank died, or called ``sys.exit`` (``unitrain.Stopped`` does).
         BaseException: the exception of the first rank that failed, with its rank and traceback as the cause. The
             other ranks are ended first.
@@ -58,8 +57,7 @@ def notebook_launch(fn: Callable[..., T], *args: Any, nprocs: int | None = None)
     # In a file: a pipe would have one rank after the other import torch before it reads.
     with tempfile.TemporaryDirectory() as folder, spawn_environments(nprocs) as environments:
         path = Path(folder, "work")
-        with writing(f"{path}, a temporary file (TMPDIR names another folder),"):
-            path.write_bytes(work)
+        path.write_bytes(work)
         try:
             result, *_ = run_processes(_run_rank, (path,), environments, multiprocessing.get_context("spawn"))
         except SystemExit as error:  # IPython would hide where it came from, and say how to leave the notebook
@@ -81,13 +79,4 @@ def _run_rank(path: Path) -> bytes:
         names = {name: value for name, value in getattr(fn, "__globals__", {}).items() if not name.startswith("__")}
         vars(sys.modules["__main__"]).update(names)
     result = fn(*args)
-    if os.environ["RANK"] != "0":
-        return b""
-    try:
-        pickled: bytes = cloudpickle.dumps(result)
-    except Exception as error:  # whatever the object raises
-        raise UsageError(
-            f"the result of rank 0 can't be copied to the notebook: {str(error).rstrip('.')}. Return plain data, "
-            "tensors, or what strategy.export(model) returns."
-        ) from error
-    return pickled
+    return cloudpickle.dumps(result) if os.environ["RANK"] == "0" else b""

@@ -1,5 +1,5 @@
 """How fast a run trains, and where its time goes."""
 
-from unitrain.features.throughput.throughput import Throughput, Totals
+from unitrain.features.throughput.throughput import Throughput
 
-__all__ = ["Throughput", "Totals"]
+__all__ = ["Throughput"]

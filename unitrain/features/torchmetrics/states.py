@@ -5,25 +5,21 @@ torchmetrics leaves these states out of ``state_dict``, and rank 0's would not b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.state_transfer import SentState, needed
 from unitrain.errors import CheckpointError
+from unitrain.features.torchmetrics.synchronisation import is_metric
 from unitrain.training.state_parts import StatePart
 
-# The states of two ranks as one state, by the names of torchmetrics' functions that reduce them over the ranks.
-_MERGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "dim_zero_sum": torch.add,
-    "dim_zero_max": torch.maximum,
-    "dim_zero_min": torch.minimum,
-    "dim_zero_cat": lambda first, second: torch.cat([first, second]),
-}
+# The states of several ranks can be one rank's if torchmetrics' function of this name reduces them over the ranks.
+_DIVISIBLE = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat")
 
 
 class MetricStates(StatePart):
@@ -105,14 +101,11 @@ class MetricStates(StatePart):
         states = saved.receive(new=needed(lambda path: path[0] in mine))
         for name, metric in self._metrics.items():
             metric.reset()
-            for number, rank in enumerate(mine if name in self._loaded else ()):
-                theirs = states[rank][name]
-                for state, value in theirs["states"].items():
-                    value = _moved(value, metric.device)
-                    if number:  # this rank takes over the states of several
-                        value = _merged(metric._reductions[state], getattr(metric, state), value)
-                    setattr(metric, state, value)
-                metric._update_count += theirs["updates"]
+            theirs = [states[rank][name] for rank in mine if name in self._loaded]
+            for state, reduction in metric._reductions.items() if theirs else ():
+                values = [_moved(of_rank["states"][state], metric.device) for of_rank in theirs]
+                setattr(metric, state, values[0] if len(values) == 1 else _merged(reduction, values))
+            metric._update_count = sum(of_rank["updates"] for of_rank in theirs)
 
 
 def _metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -122,8 +115,7 @@ def _metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
             # Some of its metrics share a state, which this brings up to date in all of them.
             collection.items(keep_base=True, copy_state=False)  # type: ignore[call-arg]
     for path, inner in module.named_modules():
-        # torchmetrics is not a dependency: metrics are recognised by their attributes.
-        if all(hasattr(inner, name) for name in ("_reductions", "_defaults", "update_count")):
+        if is_metric(inner):
             yield path, inner
 
 
@@ -132,7 +124,7 @@ def _indivisible(metric: Any) -> str:
         if reduction is None:
             return f"its state {state} is gathered from the ranks, and not reduced"
         name = getattr(reduction, "__name__", str(reduction))
-        if name not in _MERGED:
+        if name not in _DIVISIBLE:
             return f"its state {state} is reduced over the ranks by {name.removeprefix('dim_zero_')}"
         if name == "dim_zero_sum" and metric._defaults[state].any():
             return f"its state {state} is a sum that does not begin with 0 on each rank"
@@ -143,5 +135,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return [tensor.to(device) for tensor in value] if isinstance(value, list) else value.to(device)
 
 
-def _merged(reduction: Any, first: Any, second: Any) -> Any:
-    return first + second if isinstance(first, list) else _MERGED[reduction.__name__](first, second)
+def _merged(reduction: Any, values: list[Any]) -> Any:
+    if isinstance(values[0], list):
+        return [tensor for value in values for tensor in value]
+    return reduction(torch.stack(values) if reduction.__name__ != "dim_zero_cat" else values)

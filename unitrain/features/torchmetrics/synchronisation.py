@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import zip_longest
 from types import MethodType
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import unitrain
 from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import CurrentBatch
-from unitrain.errors import UsageError, by_rank
+from unitrain.errors import UsageError
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
 
@@ -39,7 +39,7 @@ def synchronise_metric(metric: M, strategy: unitrain.Strategy) -> M:
     """
     # A wrapper, a composition and a collection hold metrics that are updated and synchronised one by one.
     modules: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
-    metrics = [module for module in modules if _is_metric(module)]
+    metrics = [module for module in modules if is_metric(module)]
     if not metrics:
         raise UsageError(
             f"synchronise_metric() takes torchmetrics' metrics, not {type(metric).__name__}. For a mean, use "
@@ -81,7 +81,8 @@ class _Synchronisation(Feature):
         self._modules[0].to(communicator.device)
 
 
-def _is_metric(module: Any) -> bool:
+def is_metric(module: Any) -> bool:
+    """Return whether a module is a metric of torchmetrics with states of its own."""
     # torchmetrics is not a dependency: metrics are recognised by the attributes that they synchronise through. A
     # composition (metric_a + metric_b) has no states.
     names = ("_sync_dist", "_reductions", "_wrap_update", "distributed_available_fn")
@@ -98,7 +99,7 @@ def _leave_stand_ins_out(metric: Any, current_batch: CurrentBatch) -> None:
         of_batch = type(self).forward
         if not current_batch.is_stand_in:
             return of_batch(self, *args, **kwargs)
-        inner = [module for module in self.modules() if _is_metric(module)]
+        inner = [module for module in self.modules() if is_metric(module)]
         saved = copy.deepcopy([(metric.metric_state, metric.update_count) for metric in inner])
         # If only this rank computes, it has nothing else to compute from.
         current_batch.is_stand_in = self.dist_sync_on_step
@@ -148,8 +149,6 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
     for name, reduction in reductions.items():
         of_ranks = [theirs[name] for theirs in used]
         if isinstance(states[name], list):
-            if getattr(reduction, "__name__", "") == "dim_zero_cat":
-                _check_rows(name, [theirs[name] for theirs, _ in ranks])
             # One of each rank in turn, which is the order of the dataset.
             turns = zip_longest(*([(item,) for item in items] for items in of_ranks), fillvalue=())
             value: Any = [_moved(item, metric) for turn in turns for entry in turn for item in entry]
@@ -158,19 +157,6 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
         # Reductions can't concatenate nothing, if no rank has rows.
         synchronised[name] = value if reduction is None or not len(value) else reduction(value)
     return synchronised
-
-
-def _check_rows(name: str, of_ranks: Sequence[list[Tensor]]) -> None:
-    """Raise UsageError if the rows of a state differ between ranks in dtype or shape, so that they can't be joined.
-
-    Args:
-        name: of the state, for the message.
-        of_ranks: the rows of each rank, in a list of one tensor; an empty list for a rank without rows.
-    """
-    rows = [(rank, tensor) for rank, tensors in enumerate(of_ranks) for tensor in tensors]
-    if len({(tensor.dtype, tensor.shape[1:]) for _, tensor in rows}) > 1:
-        described = by_rank((rank, f"{tensor.dtype}{list(tensor.shape)}") for rank, tensor in rows)
-        raise UsageError(f"the state {name} of a metric has rows of different dtypes or shapes: {described}.")
 
 
 def _moved(item: Any, metric: Any) -> Any:

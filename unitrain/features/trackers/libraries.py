@@ -1,8 +1,8 @@
 """The trackers of TensorBoard, Weights & Biases and MLflow. Libraries are imported only if they are used.
 
 Where and under which account they record is set by their own environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI
-and so on). All are made of the run's folder, its name, the last step before it was resumed (0 for a new run), and the
-id that the tracker's service gave to the run, if it continues.
+and so on). All are made of the run's folder, the last step before it was resumed (0 for a new run), and the id that the
+tracker's service gave to the run, if it continues.
 """
 
 from __future__ import annotations
@@ -13,26 +13,19 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from unitrain.config import flattened
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
-NAMES: tuple[str, ...] = get_args(TrackerName)
-_MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-
-
-def start(name: str, folder: Path, run_name: str, step: int, run_id: str | None) -> Any:
-    """Start or continue a run, and return its tracker, with the attribute ``id``. It may raise any error."""
-    if name == "tensorboard":
-        return _TensorBoard(folder, step)
-    return _WandB(folder, run_name, run_id) if name == "wandb" else _MLflow(run_name, run_id)
 
 
 class _TensorBoard:
+    """Records in the folder."""
+
     id = None
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, run_id: str | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Later steps in the folder are hidden: the run went back from them, or began anew.
@@ -53,11 +46,13 @@ class _TensorBoard:
 
 
 class _WandB:
-    def __init__(self, folder: Path, name: str, run_id: str | None) -> None:
+    """Records a run of Weights & Biases."""
+
+    def __init__(self, folder: Path, step: int, run_id: str | None) -> None:
         import wandb
 
         hook = sys.excepthook
-        self._run = wandb.init(dir=folder, name=name, id=run_id, resume="allow" if run_id else None)
+        self._run = wandb.init(dir=folder, name=folder.resolve().name, id=run_id, resume="allow" if run_id else None)
         sys.excepthook = hook  # W&B's would print each error a second time; close() tells W&B of the failure
         # W&B drops what is logged with an earlier value of its own step; with this metric, steps may come again.
         self._run.define_metric("step")
@@ -75,24 +70,20 @@ class _WandB:
 
 
 class _MLflow:
-    def __init__(self, name: str, run_id: str | None) -> None:
+    """Records a run of MLflow."""
+
+    def __init__(self, folder: Path, step: int, run_id: str | None) -> None:
         import mlflow
 
-        shortened = _MLFLOW_RETRIES not in os.environ
-        os.environ.setdefault(_MLFLOW_RETRIES, "2")  # MLflow's own 7 take minutes to find that no server answers
-        try:
-            self._client = mlflow.MlflowClient()
-            if run_id is None:
-                experiment = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")  # 0 is the one called Default
-                if named := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
-                    experiment = mlflow.set_experiment(named).experiment_id
-                run_id = str(self._client.create_run(experiment, run_name=name).info.run_id)
-            else:
-                self._client.update_run(run_id, status="RUNNING")
-            self.id = run_id
-        finally:
-            if shortened:
-                del os.environ[_MLFLOW_RETRIES]
+        self._client = mlflow.MlflowClient()
+        if run_id is None:
+            experiment = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")  # 0 is the one called Default
+            if named := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
+                experiment = mlflow.set_experiment(named).experiment_id
+            run_id = str(self._client.create_run(experiment, run_name=folder.resolve().name).info.run_id)
+        else:
+            self._client.update_run(run_id, status="RUNNING")
+        self.id = run_id
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
@@ -110,3 +101,6 @@ class _MLflow:
 
     def close(self, *, completed: bool) -> None:
         self._client.set_terminated(self.id, status="FINISHED" if completed else "FAILED")
+
+
+LIBRARIES: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow}

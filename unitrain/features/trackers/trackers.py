@@ -8,14 +8,13 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from unitrain.errors import ConfigError, UsageError
-from unitrain.features.trackers import libraries
+from unitrain.features.trackers.libraries import LIBRARIES
 from unitrain.process import print_stderr
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
@@ -48,26 +47,27 @@ class Trackers(Feature):
 
     Args:
         trackers: ``tensorboard``, ``wandb``, ``mlflow``, or objects with the methods of ``Tracker``.
-        folder: folder of the run's results. The ids of its runs are kept in it.
-        name: name of the run; the folder's by default.
+        folder: folder of the run's results, which gives the run its name. The ids of its runs are kept in it.
 
     Raises:
-        ConfigError: when it is added: a tracker's library is not installed, or a new run could not be started; on every
+        ConfigError: when it is added: a new run could not be started, since a library is not installed, say; on every
             rank.
-        UsageError: the folder is a URL, or the trackers are no list.
+        UsageError: the folder is a URL, or there is no tracker of a name.
 
     Example:
         >>> trackers = strategy.add(Trackers(["tensorboard", "wandb"], "runs/a"))
         >>> trackers.log({"loss": losses.value()}, strategy.global_step)
     """
 
-    def __init__(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> None:
-        if isinstance(trackers, str):
-            raise UsageError(f"Trackers takes a list: [{trackers!r}].")
+    def __init__(self, trackers: Sequence[str | Tracker], folder: str | Path) -> None:
+        unknown = [tracker for tracker in trackers if isinstance(tracker, str) and tracker not in LIBRARIES]
+        if unknown:
+            raise UsageError(
+                f"there is no tracker {unknown[0]!r}: pass a list of {', '.join(LIBRARIES)} and objects of your own."
+            )
         if is_url(folder):
             raise UsageError(f"{folder} is a URL, but trackers write to a folder: pass a path.")
         self._trackers, self._folder = trackers, Path(folder)
-        self._name = name or self._folder.resolve().name
         self._workers: list[_Worker] = []
 
     def plug_in(self, sockets: Sockets) -> None:
@@ -75,39 +75,34 @@ class Trackers(Feature):
         communicator, self._hooks = sockets.communicator, sockets.hooks
         pulse = communicator.collectives.pulse
         self._is_main = communicator.is_main
-        for opened in sockets.hooks.at_folder:
-            opened(self._folder)
         with pulse.within("starting the trackers"):
-            communicator.on_main(lambda: self._start(self._trackers, self._folder, self._name, max(pulse.step, 0)))
+            communicator.on_main(lambda: self._start(max(pulse.step, 0)))
         if self._workers:
             atexit.register(self._close, completed=False)
 
-    def _start(self, trackers: Sequence[str | Tracker], folder: Path, name: str, step: int) -> None:
+    def _start(self, step: int) -> None:
         """Start the trackers, on rank 0. ConfigError is raised for one that a new run can't have."""
-        # First of all of them: a run that was begun in one service would remain there if another can't be imported.
-        for tracker in trackers:
-            if isinstance(tracker, str):
-                _check_installed(tracker)
         ids: dict[str, str] = {}
+        file = self._folder / _IDS
         if step:
             with suppress(OSError, ValueError):  # there are none
-                ids = json.loads((folder / _IDS).read_text(encoding="utf-8"))
-        for tracker in trackers:
+                ids = json.loads(file.read_text(encoding="utf-8"))
+        for tracker in self._trackers:
             if not isinstance(tracker, str):
                 self._workers.append(_Worker(type(tracker).__name__, tracker))
                 continue
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                started = libraries.start(tracker, folder, name, step, ids.get(tracker))
+                self._folder.mkdir(parents=True, exist_ok=True)
+                started = LIBRARIES[tracker](self._folder, step, ids.get(tracker))
                 self._workers.append(_Worker(tracker, started))
                 if started.id != ids.get(tracker):
                     ids[tracker] = started.id
-                    (folder / _IDS).write_text(json.dumps(ids), encoding="utf-8")
+                    file.write_text(json.dumps(ids), encoding="utf-8")
             except Exception as error:  # the libraries', urllib3's, the file system's
                 reason = f"the tracker {tracker} could not be started: {type(error).__name__}: {error}"
                 if not step:
                     self._close(completed=False)
-                    raise ConfigError(f"{reason}. Correct that, or start without it.") from error
+                    raise ConfigError(f"{reason}. Install or set up what it needs, or start without it.") from error
                 # A job that was restarted at night must not end for want of a server.
                 print_stderr(f"unitrain: {reason}. The run is resumed without it.")
 
@@ -119,14 +114,13 @@ class Trackers(Feature):
             worker.calls.put(lambda tracker: tracker.log_settings(settings))
 
     def log(self, metrics: Mapping[str, Tensor | float], step: int) -> None:
-        """Log metrics by the optimizer step, ``strategy.global_step``. Does nothing on other ranks than 0.
+        """Log numbers, or tensors of one element, by the optimizer step, ``strategy.global_step``.
 
-        Raises:
-            UsageError: a metric is not a number, nor a tensor with one element. Reading one from a GPU waits for it.
+        Does nothing on other ranks than 0. Reading a tensor from a GPU waits for it.
         """
         if not self._is_main or not (self._workers or self._hooks.logged):
             return
-        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        numbers = {name: float(value) for name, value in metrics.items()}
         for logged in self._hooks.logged:
             logged(numbers)
         for worker in self._workers:
@@ -172,20 +166,3 @@ class _Worker:
         if not self._failed:
             self._failed = True
             print_stderr(f"unitrain: the tracker {self._name} {what}. What it could not record is lost there.")
-
-
-def _check_installed(name: str) -> None:
-    """Raise ConfigError if the library of a tracker is not installed, or there is no such tracker."""
-    if name not in libraries.NAMES:
-        raise ConfigError(
-            f"there is no tracker {name!r}: name {', '.join(libraries.NAMES)}, or pass an object of your own."
-        )
-    spec = find_spec(name)
-    if spec is None or spec.origin is None:  # a folder of that name, such as W&B's own, is no package
-        raise ConfigError(f"the tracker {name} needs the package {name}, which is not installed: pip install {name}")
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
-        return float(value)
-    raise UsageError(f"the metric {name} is a {type(value).__name__}: log numbers, and the rest with log_settings.")

@@ -105,10 +105,6 @@ class Stopping:
         if ends:
             self._ends.add(kind)
 
-    def remove_action(self, kind: str) -> None:
-        """Ignore requests of a kind from now on."""
-        self._actions.pop(kind, None)
-
     def listen(self, checkpoint: Saves) -> None:
         """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1."""
         self.checkpoint = checkpoint
