@@ -58,7 +58,7 @@ def profiled(folder: Path, backend: str, ranks: list[int] | None) -> list[float]
     ("backend", "averaging"),
     [
         ("ddp", {"gloo:all_reduce"}),
-        pytest.param("horovod", {"unitrain: update"}, marks=HOROVOD),
+        pytest.param("horovod", {"unitrain: gradients.0.0", "unitrain: wait for gradients.0.0"}, marks=HOROVOD),
     ],
 )
 def test_a_trace_has_what_a_rank_did(tmp_path: Path, backend: str, averaging: set[str]) -> None:
@@ -87,10 +87,11 @@ def without_loader(strategy: Strategy, steps: int) -> None:
 
 def test_a_run_pays_nothing_before_and_after(tmp_path: Path) -> None:
     with unitrain.init(device="cpu") as strategy:
-        pulse, hooks = strategy.communicator.collectives.pulse, vars(strategy._hooks)
+        ranks, hooks = strategy.communicator.collectives, vars(strategy._hooks)
 
         def cost() -> list[Any]:
-            return [pulse.mark, *map(list, hooks.values())]
+            calls = ranks.all_reduce_async, ranks.all_gather_async, ranks.broadcast_async, ranks.pulse.mark
+            return [*calls, *map(list, hooks.values())]
 
         before = cost()
         strategy.add(Profile(tmp_path, steps=1, skip=1))

@@ -8,13 +8,15 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import ParamSpec
 
 from unitrain import call_site
 from unitrain.communication.backend import Backend, Wait
 from unitrain.errors import CommunicationError, UsageError
-from unitrain.pulse import Pulse
+from unitrain.pulse import Mark, Pulse
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Peers(Protocol):
@@ -59,6 +61,18 @@ class Collectives:
         self._peers = peers
         self.whole: Collectives | None = None
         self._refusal = ""
+
+    def mark_calls(self, mark: Mark | None) -> None:
+        """Mark each collective from now on, and the wait for it; with None, no more, which costs nothing.
+
+        Args:
+            mark: returns a context manager, given the name of what happens within it.
+        """
+        self.pulse.mark = mark  # for the collectives that scripts call
+        backend = self._backend
+        self.all_reduce_async = backend.all_reduce if mark is None else _marked(mark, backend.all_reduce)
+        self.all_gather_async = backend.all_gather if mark is None else _marked(mark, backend.all_gather)
+        self.broadcast_async = backend.broadcast if mark is None else _marked(mark, backend.broadcast)
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Reduce a contiguous tensor in place. Collective.
@@ -147,6 +161,23 @@ class Collectives:
                     # The other lines are usually a stack of C++.
                     f"Error of {self._backend.name}: {str(error).strip().splitlines()[0]}"
                 ) from error
+
+
+def _marked(mark: Mark, start: Callable[P, Callable[[], T]]) -> Callable[P, Callable[[], T]]:
+    """Return a collective that marks its start and the wait for it by its name, the last argument."""
+
+    def marked(*arguments: P.args, **keywords: P.kwargs) -> Callable[[], T]:
+        name = str(arguments[-1])
+        with mark(name):
+            wait = start(*arguments, **keywords)
+
+        def finish() -> T:
+            with mark(f"wait for {name}"):
+                return wait()
+
+        return finish
+
+    return marked
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
