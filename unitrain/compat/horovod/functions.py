@@ -12,7 +12,6 @@ from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.comparison import difference_between_ranks
 from unitrain.communication.state_transfer import SentState, broadcast_tensors, outline
-from unitrain.compat.horovod.collectives import call
 from unitrain.compat.horovod.matching import HorovodInternalError
 from unitrain.compat.horovod.process_sets import ProcessSet, global_process_set
 
@@ -40,7 +39,7 @@ def broadcast_parameters(params: dict[str, Tensor] | list[Any], root_rank: int) 
         tensors = [tensor for _, tensor in named]
         broadcast_tensors(communicator, tensors, tensors, src=root_rank)
 
-    call("broadcast_parameters", ("broadcast_parameters", root_rank), send)
+    global_process_set.queue().call("broadcast_parameters", None, (root_rank,), send)
 
 
 def check_same(communicator: Communicator, caller: str, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -87,7 +86,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
             group.update(loaded)
         optimizer.param_groups = groups  # the same dicts: the optimizer that was wrapped, and its scheduler, have them
 
-    call("broadcast_optimizer_state", ("broadcast_optimizer_state", root_rank), send)
+    global_process_set.queue().call("broadcast_optimizer_state", None, (root_rank,), send)
 
 
 def _step_without_gradients(optimizer: Optimizer, model: nn.Module | None) -> None:
@@ -120,7 +119,7 @@ def broadcast_object(
     def send(communicator: Communicator) -> T:
         return communicator.broadcast_object(obj, process_set.ranks.index(root_rank))
 
-    return call(f"broadcast_object.{name}", ("broadcast_object", root_rank), send, process_set)  # type: ignore[no-any-return]
+    return process_set.queue().call("broadcast_object", name, (root_rank,), send)
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
@@ -130,5 +129,4 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
         obj: as of ``Communicator.all_gather_object``.
         name: matches the calls of the ranks.
     """
-    form = ("allgather_object",)
-    return call(f"allgather_object.{name}", form, lambda ranks: ranks.all_gather_object(obj))  # type: ignore[no-any-return]
+    return global_process_set.queue().call("allgather_object", name, (), lambda ranks: ranks.all_gather_object(obj))

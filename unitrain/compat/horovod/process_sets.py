@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from unitrain.communication.communicator import Communicator
 from unitrain.compat.horovod.matching import Queue
-from unitrain.compat.horovod.operations import STAND_INS
 from unitrain.errors import UsageError
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
@@ -34,7 +33,7 @@ class ProcessSet:
     def open(self, number: int, communicator: Communicator | None) -> None:
         """Register it under a number, with the communicator of its ranks; with None on other ranks."""
         self.process_set_id = number
-        self._queue = None if communicator is None else Queue(communicator, STAND_INS)
+        self._queue = None if communicator is None else Queue(communicator)
 
     def close(self) -> None:
         """Refuse operations from now on."""
@@ -89,8 +88,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         raise ValueError(f"the ranks of a process set must be different ones of 0 to {every[-1]}, but are {ranks}.")
     if not others or tuple(ranks) in registered:
         raise ValueError(f"there is a process set of ranks {ranks} already: use it.")
-    name = f"add_process_set {ranks}"
-    communicator = queue.call(name, (name,), lambda world: world.part([ranks, others]))
+    communicator = queue.call("add_process_set", str(ranks), (), lambda world: world.part([ranks, others]))
     added.open(next(_numbers), communicator if queue.communicator.rank in ranks else None)
     registered[tuple(ranks)] = added
     return added
@@ -100,6 +98,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set. Return whether it was registered, and is not the global one. All ranks call it."""
     if not process_set.process_set_id:
         return False
-    name = f"remove_process_set {process_set.ranks}"
-    global_process_set.queue().call(name, (name,), lambda world: registered.pop(tuple(process_set.ranks)).close())
+    ranks, queue = process_set.ranks, global_process_set.queue()
+    queue.call("remove_process_set", str(ranks), (), lambda world: registered.pop(tuple(ranks)).close())
     return True

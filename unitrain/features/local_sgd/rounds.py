@@ -76,7 +76,7 @@ class LocalSGD(Feature, Replicas):
         self._make_reducer = partial(
             GradientReducer,
             collectives=communicator.collectives,
-            armed=lambda: False,  # no backward: the gradients of shared weights are set by hand
+            armed=lambda parameter: False,  # no backward: the gradients of shared weights are set by hand
             name="local steps",
             wire_dtype=HALF_DTYPES.get(config.compression),
         )
