@@ -336,10 +336,7 @@ grouped_reducescatter_async: Callable[..., Operation] = _grouped(reducescatter_a
 
 
 def poll(handle: Operation) -> bool:
-    """Return whether an operation can be waited for without other ranks.
-
-    Unlike Horovod's, it takes part in a round, and so waits until the other ranks wait or poll, too.
-    """
+    """Wait for an operation, unlike Horovod's, and return True: nothing runs in the background."""
     return handle.queue.poll(handle)
 
 

@@ -1,7 +1,7 @@
 """Matches the operations of the ranks by name, in whichever order each rank has submitted them.
 
-Nothing runs in the background. An operation is queued until its rank waits for it, or polls it. Then the ranks compare
-their queues in a round, and run what all of them have, in the order of the names. If no rank can continue, because each
+Nothing runs in the background. An operation is queued until its rank waits for it. Then the ranks compare their queues
+in a round, and run what all of them have, in the order of the names. If no rank can continue, because each
 waits for what another has not submitted, all of them raise an error that names these operations.
 """
 
@@ -22,8 +22,6 @@ Form = tuple[Any, ...]
 T = TypeVar("T")
 STAND_INS: dict[str, Callable[[Communicator, str, Form], object]] = {}
 """For verbs, what a rank that has joined calls to take part in an operation of a name and form; not in other verbs."""
-_WAITS, _POLLS, _JOINED, _ENDS = range(4)  # why a rank takes part in a round
-_WAITS_FOR_NOTHING = {_JOINED: "nothing, as it has joined", _ENDS: "nothing, as it has shut down or ended"}
 
 
 class HorovodInternalError(CommunicationError, RuntimeError):
@@ -90,8 +88,7 @@ class Queue:
         Raises:
             HorovodInternalError: the ranks don't agree on it, or it has failed because of another rank.
         """
-        while not operation.done:
-            self._round(_WAITS)
+        self.poll(operation)
         if isinstance(operation.error, CommunicationError):
             raise HorovodInternalError(str(operation.error)) from operation.error
         if operation.error is not None:
@@ -107,55 +104,50 @@ class Queue:
         return result
 
     def poll(self, operation: Operation) -> bool:
-        """Return whether an operation was run or has failed, after a round with the other ranks if not."""
-        if not operation.done:
-            self._round(_POLLS)
-        return operation.done
+        """Wait for an operation, and return True."""
+        while not operation.done:
+            self._round()
+        return True
 
     def join(self) -> int:
         """Take part in the reductions of other ranks until all have joined. Return the rank that was the last."""
-        while not self._round(_JOINED):
+        while not self._round(joins=True):
             pass
         self._joined.clear()
         return self._last_joined
 
-    def end(self) -> None:
-        """Return when all ranks end. Operations that a rank still waits for fail there."""
-        while not self._round(_ENDS):
-            pass
+    def _round(self, *, joins: bool = False) -> bool:
+        """Run the operations that all ranks have submitted. Return whether all have joined. Collective.
 
-    def _round(self, state: int) -> bool:
-        """Run the operations that all ranks have submitted. Return whether all have joined, or all end. Collective.
+        Args:
+            joins: whether this rank has joined, and does not wait for an operation.
 
         Raises:
             HorovodInternalError: this rank has joined, and another one will not.
         """
         ranks = self.communicator
         forms = {name: self._pending[name].form for name in sorted(self._pending)}
-        facts = torch.tensor([derived_seed(forms) >> 1, state], device=ranks.device)
-        digests, states = ranks.collectives.all_gather(facts).T.tolist()
-        if len(set(digests)) == 1 and max(states) <= _POLLS:
+        facts = torch.tensor([derived_seed(forms) >> 1, joins], device=ranks.device)
+        digests, joining = ranks.collectives.all_gather(facts).T.tolist()
+        if len(set(digests)) == 1 and not any(joining):
             for name in forms:
                 self._run(name)
             return False
-        joined = {rank for rank, reason in enumerate(states) if reason == _JOINED}
+        joined = {rank for rank, joins in enumerate(joining) if joins}
         self._last_joined, self._joined = max(joined - self._joined, default=self._last_joined), joined
         every: list[dict[str, Form]] = ranks.all_gather_data(forms)
         names = sorted(set().union(*every))
         ready = [name for name in names if all(name in every[rank] or rank in joined for rank in range(len(every)))]
         for name in ready:
             self._run_if_equal(name, [(rank, forms[name]) for rank, forms in enumerate(every) if name in forms])
-        if ready:
-            return False
-        if _POLLS not in states and (_WAITS in states or len(set(states)) > 1):  # all wait, and none can submit more
-            shown = (", ".join(map(repr, [*forms][:3])) for forms in every)
-            reasons = [_WAITS_FOR_NOTHING.get(state) or text for state, text in zip(states, shown, strict=True)]
-            error = f"the ranks wait for different operations: {by_rank(enumerate(reasons))}. All must submit the same."
+        if not ready and len(joined) < len(every):  # all wait, and none can submit more
+            shown = [", ".join(map(repr, [*forms][:3])) or "nothing, as it has joined" for forms in every]
+            error = f"the ranks wait for different operations: {by_rank(enumerate(shown))}. All must submit the same."
             for name in forms:
                 self._fail(name, error)
-            if state == _JOINED:
+            if joins:
                 raise HorovodInternalError(error)
-        return len(set(states)) == 1 and state >= _JOINED
+        return not ready and len(joined) == len(every)
 
     def _run_if_equal(self, name: str, forms: Sequence[tuple[int, Form]]) -> None:
         """Run an operation that all ranks have but those that have joined, unless its forms on these ranks differ."""
