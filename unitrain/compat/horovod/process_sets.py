@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from unitrain.communication.communicator import Communicator
 from unitrain.compat.horovod.matching import Queue
-from unitrain.errors import UsageError
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -24,8 +23,6 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        if not isinstance(ranks, Iterable):
-            raise UsageError("a ProcessSet is made of a list of ranks here, not of an MPI communicator.")
         self.ranks: list[int] = sorted(ranks)
         self.process_set_id: int | None = None
         self._queue: Queue | None = None
@@ -56,11 +53,9 @@ class ProcessSet:
         if self._queue is None:
             if global_process_set.process_set_id is None:
                 raise ValueError(NOT_INITIALIZED)
-            text = f"was called for the process set of ranks {self.ranks}, which "
             raise ValueError(
-                f"this {text}is not registered: pass it to hvd.init or hvd.add_process_set before."
-                if self.process_set_id is None
-                else f"this {text}rank {global_process_set.rank()} is not in: call it on these ranks only."
+                f"rank {global_process_set.rank()} called an operation of the process set of ranks {self.ranks}: call "
+                "it on these ranks only, and pass the set to hvd.init or hvd.add_process_set before."
             )
         return self._queue
 
