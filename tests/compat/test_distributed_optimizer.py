@@ -87,6 +87,10 @@ def test_what_is_trained_may_change_and_differ_between_ranks() -> None:
         optimizer.zero_grad()
         first(x).sum().backward()
         optimizer.step()
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(UsageError, match="frozen, or not there"):
+        optimizer.step()
     hvd.shutdown()
 
 

@@ -44,42 +44,32 @@ class Distributed(Optimizer):
         self, names: dict[Parameter, str], process_set: ProcessSet, passes: int, op: int, factor: float,
         wire_dtype: torch.dtype | None, sparse_as_dense: bool,
     ) -> None:  # fmt: skip
-        """Begin to reduce gradients. ValueError if the process set is not registered."""
+        """Begin to reduce the gradients of parameters, which are all that are trained, and have names."""
         self.backward_passes_per_step, self.process_set = passes, process_set
-        self._names, self._op, self._sparse_as_dense = names, op, sparse_as_dense
-        self._factor, self._wire_dtype = factor, wire_dtype
+        self._names, self._op, self._factor = names, op, factor
+        self._wire_dtype, self._sparse_as_dense = wire_dtype, sparse_as_dense
         self._passes: dict[Parameter, int] = {}  # backwards since the last step
-        self._hooked: set[Parameter] = set()
-        self._compared: set[Parameter] = set()  # those that all ranks train
         self._sparse: list[Parameter] = []
-        self._reducers: list[GradientReducer] = []
-        self._synchronized = self._skips = False
-        self._reduces = False  # ranks that are not in the process set train alone
-        if process_set.included() is not False:
-            queue = process_set.queue()  # ValueError unless it is registered
-            self._name = queue.next_name(_VERB)
-            self._reduces = queue.communicator.world_size > 1
-            if process_set is global_process_set:
-                _of_all_ranks[f"{_VERB}.{self._name}"] = self
-        self._trained()
-
-    def _trained(self) -> list[Parameter]:
-        """Return the parameters that are trained, which have hooks from now on."""
-        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self._reducer: GradientReducer | None = None
+        self._synchronized = self._skips = self._reduces = False
+        if process_set.included() is False:
+            return  # ranks that are not in the process set train alone
+        queue = process_set.queue()  # ValueError unless it is registered
+        self._name = queue.next_name(_VERB)
+        self._reduces = queue.communicator.world_size > 1
+        if process_set is global_process_set:
+            _of_all_ranks[f"{_VERB}.{self._name}"] = self
         this = weakref.proxy(self)  # an optimizer that the script has dropped reduces nothing
-        for p in trained if self._reduces else ():
-            if p not in self._hooked:
-                self._hooked.add(p)
-                hook = p.register_post_accumulate_grad_hook(lambda p: this._count(p))
-                weakref.finalize(self, hook.remove)
-        return trained
+        for p in names if self._reduces else ():
+            hook = p.register_post_accumulate_grad_hook(lambda p: this._count(p))  # type: ignore[no-untyped-call]
+            weakref.finalize(self, hook.remove)
 
     def _count(self, p: Parameter) -> None:
         """Count a gradient, before the buckets do."""
         passes = self._passes[p] = self._passes.get(p, 0) + 1
         if passes > self.backward_passes_per_step:
             raise AssertionError(
-                f"the gradient of {self._names.get(p, 'a parameter')} was computed {passes} times before step(), but "
+                f"the gradient of {self._names[p]} was computed {passes} times before step(), but "
                 f"backward_passes_per_step is {self.backward_passes_per_step}: raise it, to accumulate gradients."
             )
 
@@ -87,56 +77,43 @@ class Distributed(Optimizer):
         """Return whether a gradient is the last of its step."""
         return self._passes[p] == self.backward_passes_per_step
 
-    def _compare(self, ranks: Communicator, trained: list[Parameter]) -> None:
-        """Put parameters into buckets, once the ranks have agreed on them. Collective."""
-        check_same(ranks, _VERB, [(self._names.get(p, f"number {i}"), p) for i, p in enumerate(trained)])
-        is_sparse = torch.tensor([float(p.grad is not None and p.grad.is_sparse) for p in trained])
+    def _make_reducer(self, ranks: Communicator) -> GradientReducer:
+        """Put the parameters into buckets, once the ranks have agreed on them. Collective."""
+        check_same(ranks, _VERB, [(name, p) for p, name in self._names.items()])
+        is_sparse = torch.tensor([float(p.grad is not None and p.grad.is_sparse) for p in self._names])
         flags = ranks.all_reduce(is_sparse, "max").tolist()
-        self._sparse += [p for p, flag in zip(trained, flags, strict=True) if flag]
+        self._sparse = [p for p, flag in zip(self._names, flags, strict=True) if flag]
         this = weakref.proxy(self)
         reducer = GradientReducer(
-            [p for p, flag in zip(trained, flags, strict=True) if not flag],
+            [p for p, flag in zip(self._names, flags, strict=True) if not flag],
             ranks.twin().collectives,
             armed=lambda p: this._is_complete(p),
-            name=f"{_VERB}.{self._name}.{len(self._reducers)}",
+            name=f"{_VERB}.{self._name}",
             wire_dtype=self._wire_dtype,
             divisor=self._factor,
         )
         weakref.finalize(self, reducer.close)
-        self._reducers.append(reducer)
-        self._compared.update(trained)
-
-    def _new(self) -> list[Parameter]:
-        """Return the parameters that are trained, and that the ranks have not compared yet."""
-        return [p for p in self._trained() if p not in self._compared]
-
-    def form(self) -> Form:
-        """Return what must be the same on all ranks in a step."""
-        return len(self._compared), len(self._new())
+        return reducer
 
     @torch.no_grad()
     def reduce_gradients(self, ranks: Communicator, joined: bool = False) -> None:
         """Reduce the gradients, with zeros for those that this rank does not have, or has not, as it has joined."""
-        if new := self._new():
-            self._compare(ranks, new)
-        for p in self._compared if joined else ():
-            p.grad = None
-        reduced = [p for reducer in self._reducers for p in reducer.parameters]
-        for p in reduced:
-            if p.grad is None:
+        self._reducer = self._reducer or self._make_reducer(ranks)
+        for p in self._names:
+            if joined or p.grad is None:
                 p.grad = torch.zeros_like(p)
-        for reducer in self._reducers:
-            reducer.finish()
+        self._reducer.finish()
+        reduced = [p.grad for p in self._reducer.parameters if p.grad is not None]
         after = self._factor / ranks.world_size if self._op == Average else 1.0
         if after != 1 and reduced:
-            torch._foreach_mul_([p.grad for p in reduced if p.grad is not None], after)
+            torch._foreach_mul_(reduced, after)
         for p in self._sparse:
-            gradient = p.grad if p.grad is not None else torch.zeros_like(p).to_sparse(1)
+            assert p.grad is not None  # but may be dense: zeros
             if self._sparse_as_dense:
-                p.grad = reduce(ranks, gradient.to_dense(), OPS[self._op], 1.0, 1.0).to_sparse(1)
+                p.grad = reduce(ranks, p.grad.to_dense(), OPS[self._op], 1.0, 1.0).to_sparse(1)
             else:
-                p.grad = reduce_sparse(ranks, gradient, OPS[self._op])
-        for p in self._compared:
+                p.grad = reduce_sparse(ranks, p.grad if p.grad.is_sparse else p.grad.to_sparse(1), OPS[self._op])
+        for p in self._names:
             if joined or not p.requires_grad:
                 p.grad = None
         # Only now may the backward of the next step count again.
@@ -149,8 +126,13 @@ class Distributed(Optimizer):
             HorovodInternalError: the ranks don't train the same parameters, or make other calls.
         """
         self._synchronized = True
+        if any(p.requires_grad and p not in self._names for group in self.param_groups for p in group["params"]):
+            raise UsageError(
+                "parameters are trained that were frozen, or not there, when DistributedOptimizer was called, so that "
+                "their gradients are not reduced: call it after that."
+            )
         if self._reduces:
-            self.process_set.queue().call(_VERB, self._name, self.form(), self.reduce_gradients)
+            self.process_set.queue().call(_VERB, self._name, (), self.reduce_gradients)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -165,15 +147,15 @@ class Distributed(Optimizer):
         """Reduce the gradients, and make a step. Collective.
 
         Args:
-            closure: computes the loss and the gradients, and must have them reduced, within ``skip_synchronize``.
+            closure: computes the loss and the gradients, and calls ``synchronize``, within ``skip_synchronize``.
 
         Raises:
             UsageError: the gradients of a closure would not be reduced.
         """
         if closure is not None and not self._skips:
             raise UsageError(
-                "step(closure) would not reduce the gradients that the closure computes: compute them before, and call "
-                "step(), or let the closure call optimizer.synchronize(), within optimizer.skip_synchronize()."
+                "step(closure) would not reduce the gradients that the closure computes: compute them before, or let "
+                "the closure call optimizer.synchronize(), within optimizer.skip_synchronize()."
             )
         if not self._skips:
             if self._synchronized:
@@ -203,13 +185,12 @@ class Distributed(Optimizer):
 
 
 def _reduce_zeros(ranks: Communicator, name: str, form: Form) -> None:
-    optimizer = _of_all_ranks.get(name)
-    if optimizer is None or optimizer.form() != form:
+    if name not in _of_all_ranks:
         raise HorovodInternalError(
-            f"another rank makes a step of {name!r}, which this rank, which has joined, has no more, or with other "
-            "parameters: keep the optimizer until hvd.join() returns."
+            f"another rank makes a step of {name!r}, which this rank, which has joined, has no more: keep the "
+            "optimizer until hvd.join() returns."
         )
-    optimizer.reduce_gradients(ranks, joined=True)
+    _of_all_ranks[name].reduce_gradients(ranks, joined=True)
 
 
 STAND_INS[_VERB] = _reduce_zeros
@@ -260,7 +241,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
 
 def _names(optimizer: Optimizer, named: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:
-    """Return the names of an optimizer's parameters. ValueError if there are names, but not of all, or not unique."""
+    """Return the names of the parameters of an optimizer that are trained.
+
+    ValueError if there are names, but not of all parameters, or not unique.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     pairs = [(f"number {i}", p) for i, p in enumerate(parameters)] if named is None else list(named)
     names, by_name = {p: name for name, p in pairs}, dict(pairs)
@@ -268,4 +252,4 @@ def _names(optimizer: Optimizer, named: Iterable[tuple[str, Parameter]] | None) 
         raise ValueError(f"named_parameters has the same name for several parameters: {', '.join(twice)}.")
     if unnamed := [tuple(p.shape) for p in parameters if p not in names]:
         raise ValueError(f"named_parameters lacks parameters of the optimizer, of the shapes {unnamed}: name all.")
-    return names
+    return {p: names[p] for p in parameters if p.requires_grad}

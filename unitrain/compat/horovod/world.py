@@ -71,7 +71,7 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
     _places[:] = communicator.all_gather_data((job.node_rank, launch.local_rank, launch.local_world_size))
     sets.global_process_set.ranks = list(range(communicator.world_size))
     sets.global_process_set.open(0, communicator)
-    for process_set in process_sets if isinstance(process_sets, Sequence) and process_sets != "dynamic" else ():
+    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         sets.add_process_set(process_set)
 
 
