@@ -88,9 +88,8 @@ def check_allreduce(controller: str) -> None:
     command = launch_command("mpirun" if controller == "mpi" else "horovodrun", 2, test)
     code, output = run_to_end(*command, environment=small_mpi_environment(), timeout_s=_TEST_SECONDS)
     if code:
-        shown = "\n".join(
-            [*output.strip().splitlines()[-40:], f"exit code {code}"]
-        )  # horovodrun prints more at its end
+        lines = output.strip().splitlines()[-40:]  # horovodrun prints a traceback of its own at the end
+        shown = "\n".join([*lines, f"exit code {code}"])
         raise BackendError(
             f"Horovod was installed, but an allreduce over two processes with its {controller} controller failed: "
             f"{' '.join(command[:4])} … printed\n{shown}"

@@ -74,9 +74,7 @@ def install_horovod(*, gpu: str = "none", without_mpi: bool = False, force: bool
             check_tools(mpi, nccl)
         run_logged(pip("install", *_REQUIREMENTS), log, "The requirements of Horovod could not be installed")
         if wheel is None:
-            console.print(
-                f"Building Horovod {VERSION} for torch {torch.__version__} ({wanted}), for minutes: see {log}"
-            )
+            console.print(f"Building Horovod {VERSION} for torch {torch.__version__} ({wanted}): see {log}")
             wheel = build(folder, mpi=mpi is not None, gpu=nccl, log=log)
         console.print(f"Installing {wheel}.")
         # pip would keep an installed wheel of the same version, though it may be another file.
