@@ -186,7 +186,6 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
             state._checkpoint = checkpoint = strategy().checkpoint(folder, partial=True, **state.parts())
             if checkpoint.resume():
                 # As after one of Horovod's resets: another number of ranks may need another learning rate.
-                state.save()
                 state.on_reset()
         else:
             strategy().communicator.warn(

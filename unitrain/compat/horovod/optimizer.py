@@ -73,10 +73,6 @@ class Distributed(Optimizer):
                 f"backward_passes_per_step is {self.backward_passes_per_step}: raise it, to accumulate gradients."
             )
 
-    def _is_complete(self, p: Parameter) -> bool:
-        """Return whether a gradient is the last of its step."""
-        return self._passes[p] == self.backward_passes_per_step
-
     def _make_reducer(self, ranks: Communicator) -> GradientReducer:
         """Put the parameters into buckets, once the ranks have agreed on them. Collective."""
         check_same(ranks, _VERB, [(name, p) for p, name in self._names.items()])
@@ -87,7 +83,7 @@ class Distributed(Optimizer):
         reducer = GradientReducer(
             [p for p, flag in zip(self._names, flags, strict=True) if not flag],
             ranks.twin().collectives,
-            armed=lambda p: this._is_complete(p),
+            armed=lambda p: this._passes[p] == this.backward_passes_per_step,
             name=f"{_VERB}.{self._name}",
             wire_dtype=self._wire_dtype,
             divisor=self._factor,
