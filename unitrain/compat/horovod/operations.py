@@ -27,7 +27,12 @@ def reduce(ranks: Communicator, tensor: Tensor, op: str, prescale: float, postsc
         op: one of ``OPS``, but for "Adasum".
         prescale: by which to multiply before.
         postscale: by which to multiply after.
+
+    Raises:
+        ValueError: the tensor is one of bools or of complex numbers.
     """
+    if tensor.dtype == torch.bool or tensor.is_complex():
+        raise ValueError(f"reductions of {tensor.dtype} are not supported: convert the tensor, for example by .int().")
     buffer = tensor.data.to(ranks.device)
     _scale(buffer, prescale)
     if op == "Product":
