@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 from needs import HOROVOD
-from packaging.version import Version
 
 from unitrain.commands.cli import main
 from unitrain.commands.horovod import check as horovod_check
@@ -56,7 +55,7 @@ def test_without_tools_and_mpi_all_of_them_are_named_with_the_command_that_adds_
     assert "make was not found: apt-get install make" in err
     assert "CMake was not found: pip install cmake" in err
     assert not list(programs.parent.glob("cache/horovod/*/*.log"))
-    assert "gloo controller only, since no mpirun was found" in out
+    assert "gloo controller only" in out
     assert "pip install 'unitrain[mpi]'" in out
 
 
@@ -106,13 +105,11 @@ def test_a_cuda_toolkit_of_another_major_version_is_refused(tmp_path: Path, monk
     (tmp_path / "bin").mkdir()
     add(tmp_path / "bin", "nvcc", "echo 'Cuda compilation tools, release 9.2, V9.2.148'")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     with pytest.raises(BackendError) as caught:
         check_tools(OPEN_MPI, "nccl")
-    assert f"torch was built with CUDA 13.2, but the toolkit in {tmp_path} is for CUDA 9.2: set CUDA_HOME" in str(
-        caught.value
-    )
+    said = str(caught.value)
+    assert "torch was built with CUDA 13.2, but the toolkit (nvcc, headers) is for CUDA 9.2: set CUDA_HOME" in said
 
 
 # The change to Horovod's source fits, or it is not built.
@@ -177,8 +174,6 @@ def test_everything_a_wheel_depends_on_changes_its_version(monkeypatch: pytest.M
         wheel_version(dataclasses.replace(OPEN_MPI, mpirun=Path("/usr/bin/mpirun")), None),
         wheel_version(OPEN_MPI, "nccl"),
     ]
-    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80")
-    others.append(wheel_version(OPEN_MPI, "nccl"))
     for where, name, value in [
         (torch, "__version__", "2.13.0+cpu"),
         (sys.implementation, "cache_tag", "cpython-399"),
@@ -189,12 +184,6 @@ def test_everything_a_wheel_depends_on_changes_its_version(monkeypatch: pytest.M
             patch.setattr(where, name, value)
             others.append(wheel_version(OPEN_MPI, None))
     assert len({base, *others}) == len(others) + 1
-
-
-def test_the_version_of_a_wheel_is_horovods_with_a_label_that_packaging_leaves_alone() -> None:
-    version = wheel_version(OPEN_MPI, None)
-    assert str(Version(version)) == version
-    assert Version(version).public == "0.28.1"
 
 
 def test_an_mpi_of_the_environment_is_the_same_in_every_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,13 +203,6 @@ def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, t
     assert cache_folder() == tmp_path / "xdg" / "unitrain"
     monkeypatch.setenv("UNITRAIN_CACHE", str(tmp_path / "chosen"))
     assert cache_folder() == tmp_path / "chosen"
-
-
-def test_a_cache_that_cant_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("UNITRAIN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(BackendError, match=rf"{tmp_path}/file/.*set UNITRAIN_CACHE.* can't be written: "):
-        install_horovod()
 
 
 # The Horovod that `unitrain install-horovod` put into this environment.

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unitrain.compat.horovod as hvd
-
-STEPS = 3
-LBFGS = {"lr": 1, "line_search_fn": "strong_wolfe"}
+from unitrain.errors import UsageError
 
 
 def net() -> nn.Module:
@@ -25,39 +23,36 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def loss_of(model: nn.Module, number: int, rows: slice = slice(None)) -> Tensor:
-    """Return the loss of a batch of 8 samples, or of some of its rows."""
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    """Return the loss of a batch of 8 samples."""
     samples = torch.randn(8, 7, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-    return F.mse_loss(model(samples[rows, :4]), samples[rows, 4:])
+    return F.mse_loss(model(samples[:, :4]), samples[:, 4:])
 
 
 def weights(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def trained(kind: Any, options: dict[str, Any], wrap: Callable[..., Any] | None = None) -> Tensor:
-    """Return the weights after some steps with closures, on whole batches unless the optimizer is wrapped."""
-    model, rows = net(), slice(None) if wrap is None else slice(hvd.rank(), None, 2)
-    optimizer = kind(model.parameters(), **options)
-    optimizer = optimizer if wrap is None else wrap(optimizer, model.named_parameters())
-    for number in range(STEPS):
-
-        def closure(number: int = number) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, number, rows)
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
-        optimizer.step(closure)
-    return weights(model)
-
-
 @on_ranks()
-def test_closures_get_averaged_gradients_and_losses() -> None:
+def test_a_closure_reduces_its_gradients_itself() -> None:
     hvd.init()
-    for kind, options in ((torch.optim.LBFGS, LBFGS), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})):
-        whole = trained(kind, options)
-        torch.testing.assert_close(trained(kind, options, hvd.DistributedOptimizer), whole, rtol=0, atol=1e-9)
+    model = net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.synchronize()
+        return loss
+
+    with pytest.raises(UsageError, match="skip_synchronize"):
+        optimizer.step(closure)
+    with optimizer.skip_synchronize():
+        optimizer.step(closure)
+    same = hvd.allgather(weights(model)[None])
+    assert torch.equal(same[0], same[1])
     hvd.shutdown()
 
 
@@ -91,6 +86,10 @@ def test_what_is_trained_may_change_and_differ_between_ranks() -> None:
     for _ in range(2):  # the hooks of the one before do nothing
         optimizer.zero_grad()
         first(x).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(UsageError, match="frozen, or not there"):
         optimizer.step()
     hvd.shutdown()
 

@@ -38,7 +38,7 @@ class Sums:
 
 def reducer_of(*parameters: Parameter, **settings: Any) -> tuple[GradientReducer, Sums]:
     sums = Sums()
-    given = {"armed": lambda: True, "name": "g", **settings}
+    given = {"armed": lambda parameter: True, "name": "g", **settings}
     return GradientReducer(parameters, cast(Collectives, sums), **given), sums
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import sysconfig
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +22,6 @@ from unitrain.process import usable_cores
 VERSION = "0.28.1"
 """The version of Horovod that the edits are for, the last one."""
 _SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-
-GPU_VARIABLES = ("HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST")
-"""Horovod's variables that a GPU build uses. All others are removed, so that the build can be cached."""
 
 _BYTES_PER_COMPILER = 2 * 2**30
 _SHOWN_LINES = 20
@@ -150,12 +147,12 @@ def check_tools(mpi: Mpi | None, gpu: str | None) -> None:
     if gpu is not None and torch.version.cuda is None:
         problems.append(f"torch {torch.__version__} was built without CUDA: install a CUDA build, or use --gpu none")
     elif gpu is not None:
-        home, version = find_cuda() or ("", "")
+        _, version = find_cuda() or (None, "")
         major = str(torch.version.cuda).split(".")[0]
         if version.split(".")[0] != major:
-            toolkit = f"the toolkit in {home} is for CUDA {version}" if home else "no toolkit (nvcc, headers) was found"
             problems.append(
-                f"torch was built with CUDA {torch.version.cuda}, but {toolkit}: set CUDA_HOME to CUDA {major}"
+                f"torch was built with CUDA {torch.version.cuda}, but the toolkit (nvcc, headers) is "
+                f"{f'for CUDA {version}' if version else 'missing'}: set CUDA_HOME to CUDA {major}"
             )
     if problems:
         raise BackendError("\n  - ".join(["Horovod can't be built here:", *problems]))
@@ -177,10 +174,7 @@ def fetch(folder: Path, log: Path) -> Path:
     options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", str(folder)]
     download = pip("download", *options, "--requirement", str(requirements))
     run_logged(download, log, f"Horovod {VERSION} could not be downloaded")
-    with tarfile.open(folder / f"horovod-{VERSION}.tar.gz") as archive:
-        # The first releases of Python 3.10 and 3.11 have no filters.
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)
-        archive.extractall(folder)
+    shutil.unpack_archive(folder / f"horovod-{VERSION}.tar.gz", folder)
     return folder / f"horovod-{VERSION}"
 
 
@@ -223,7 +217,8 @@ def _build_environment(label: str, mpi: bool, gpu: str | None, folder: Path) -> 
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
     }
     # A compiler of torch's headers takes up to 2 GB. Too many at once would be killed.
-    environment.setdefault("MAKEFLAGS", f"-j{_compilers_at_once()}")
+    at_once = max(1, min(usable_cores(), psutil.virtual_memory().available // _BYTES_PER_COMPILER))
+    environment.setdefault("MAKEFLAGS", f"-j{at_once}")
     return environment | _gpu_environment(gpu, folder) if gpu else environment
 
 
@@ -234,25 +229,19 @@ def _gpu_environment(gpu: str, folder: Path) -> dict[str, str]:
         gpu: as in ``edits_for``.
         folder: a folder for links to torch's NCCL.
     """
-    environment = {name: os.environ[name] for name in GPU_VARIABLES if os.environ.get(name)}
     # Shared, since torch brings its NCCL as a shared library only.
-    environment |= {"HOROVOD_GPU_OPERATIONS": gpu.upper(), "HOROVOD_NCCL_LINK": "SHARED"}
+    environment = {"HOROVOD_GPU_OPERATIONS": gpu.upper(), "HOROVOD_NCCL_LINK": "SHARED"}
     if cuda := find_cuda():
         environment["HOROVOD_CUDA_HOME"] = str(cuda[0])
         environment["PATH"] = os.pathsep.join([str(cuda[0] / "bin"), search_path()])
     nccl = Path(torch.__file__).parent.parent / "nvidia" / "nccl"  # of torch's package nvidia-nccl-cu…
-    if "HOROVOD_NCCL_HOME" not in environment and (nccl / "include" / "nccl.h").is_file():
+    if (nccl / "include" / "nccl.h").is_file():
         home = folder / "nccl"
         (home / "lib").mkdir(parents=True)
         (home / "include").symlink_to(nccl / "include")
         (home / "lib" / "libnccl.so").symlink_to(nccl / "lib" / "libnccl.so.2")  # the name that linkers look for
         environment["HOROVOD_NCCL_HOME"] = str(home)
     return environment
-
-
-def _compilers_at_once() -> int:
-    """Return the number of parallel compilers: one per core and per 2 GB of free memory."""
-    return max(1, min(usable_cores(), psutil.virtual_memory().available // _BYTES_PER_COMPILER))
 
 
 def pip(*arguments: str) -> list[str]:

@@ -88,10 +88,8 @@ def check_allreduce(controller: str) -> None:
     command = launch_command("mpirun" if controller == "mpi" else "horovodrun", 2, test)
     code, output = run_to_end(*command, environment=small_mpi_environment(), timeout_s=_TEST_SECONDS)
     if code:
-        lines = output.strip().splitlines()
-        # horovodrun prefixes the output of the processes with [rank], and prints its own traceback after it.
-        of_processes = [line for line in lines if line.startswith("[")]
-        shown = "\n".join([*(of_processes or lines)[-20:], f"exit code {code}"])
+        lines = output.strip().splitlines()[-40:]  # horovodrun prints a traceback of its own at the end
+        shown = "\n".join([*lines, f"exit code {code}"])
         raise BackendError(
             f"Horovod was installed, but an allreduce over two processes with its {controller} controller failed: "
             f"{' '.join(command[:4])} … printed\n{shown}"

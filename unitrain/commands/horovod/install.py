@@ -20,9 +20,9 @@ import torch
 from filelock import FileLock
 from rich.console import Console
 
-from unitrain.commands.horovod.build import GPU_VARIABLES, VERSION, build, check_tools, edits_for, pip, run_logged
+from unitrain.commands.horovod.build import VERSION, build, check_tools, edits_for, pip, run_logged
 from unitrain.commands.horovod.check import HorovodBuild, check_allreduce, find_horovod
-from unitrain.errors import BackendError, writing
+from unitrain.errors import BackendError
 from unitrain.launch.local.toolchain import Mpi, find_cuda, find_mpi, installed_version
 
 # UniTrain itself requires what else Horovod does: cloudpickle, packaging, psutil and pyyaml.
@@ -53,35 +53,30 @@ def install_horovod(*, gpu: str = "none", without_mpi: bool = False, force: bool
     wanted = HorovodBuild(VERSION, ("mpi", "gloo") if mpi else ("gloo",), nccl is not None)
     labelled = wheel_version(mpi, nccl)
     folder = cache_folder() / "horovod" / labelled
-    with writing(f"The cache folder {folder} (set UNITRAIN_CACHE for another)", BackendError):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     # A wheel in the cache may have been tested in another environment, where its MPI worked.
     tested = folder / f"proved-{_digest(sys.prefix)}"
     # Other runs in this environment wait: pip must not run twice at a time.
     with FileLock(folder.parent / f"{_digest(sys.prefix)}.lock"):
-        installed = installed_version("horovod")
-        if not force and tested.is_file() and installed == labelled:
+        if not force and tested.is_file() and installed_version("horovod") == labelled:
             console.print(f"Horovod {VERSION} is installed and tested ({wanted}). Nothing to do.")
             return 0
         # Until the tests below have passed again.
         tested.unlink(missing_ok=True)
         if mpi is None:
-            reason = (
-                "as requested" if without_mpi else "since no mpirun was found (pip install 'unitrain\\[mpi]' adds one)"
+            console.print(
+                "[yellow]Horovod is built with the gloo controller only, for 'horovodrun --gloo', and not for mpirun "
+                "(pip install 'unitrain\\[mpi]' adds one).[/]"
             )
-            consequence = "it works with 'horovodrun --gloo', but not with mpirun"
-            console.print(f"[yellow]Horovod is built with the gloo controller only, {reason}: {consequence}.[/]")
-        log = folder / f"install-{os.getpid()}.log"
+        log = folder / "install.log"
         wheel = None if force else next(folder.glob("*.whl"), None)
         if wheel is None:
             check_tools(mpi, nccl)
-        _add_requirements(console, log)
+        run_logged(pip("install", *_REQUIREMENTS), log, "The requirements of Horovod could not be installed")
         if wheel is None:
-            console.print(f"Building Horovod {VERSION} for torch {torch.__version__} ({wanted}).")
-            console.print(f"This takes some minutes; the output is written to {log}")
+            console.print(f"Building Horovod {VERSION} for torch {torch.__version__} ({wanted}): see {log}")
             wheel = build(folder, mpi=mpi is not None, gpu=nccl, log=log)
-        replaced = f" in place of Horovod {installed}" if installed not in (None, labelled) else ""
-        console.print(f"Installing {wheel}{replaced}.")
+        console.print(f"Installing {wheel}.")
         # pip would keep an installed wheel of the same version, though it may be another file.
         options = ["--no-deps", "--force-reinstall", "--no-index"]
         run_logged(pip("install", *options, str(wheel)), log, f"{wheel} could not be installed")
@@ -95,7 +90,6 @@ def install_horovod(*, gpu: str = "none", without_mpi: bool = False, force: bool
             console.print(f"Tested: an allreduce over two processes with the {controller} controller.")
         # Last: what was installed and failed its tests is tested again by the next run.
         tested.touch()
-        log.replace(folder / "install.log")
         console.print(f"[green]Horovod {VERSION} is ready[/] ({wanted}).")
     return 0
 
@@ -107,11 +101,7 @@ def wheel_version(mpi: Mpi | None, gpu: str | None) -> str:
         mpi: the MPI to build with; None for a build without.
         gpu: as in ``build.edits_for``.
     """
-    gpu_parts: list[str] = []
-    if gpu is not None:
-        settings = [f"{name}={os.environ[name]}" for name in GPU_VARIABLES if os.environ.get(name)]
-        cuda = find_cuda()
-        gpu_parts = [gpu, f"CUDA {cuda[1]}" if cuda else "no CUDA", *settings]
+    _, cuda = find_cuda() or (None, None)
     # The same for all environments that contain it.
     inside = mpi is not None and mpi.mpirun.is_relative_to(sys.prefix)
     depends_on = {
@@ -120,7 +110,7 @@ def wheel_version(mpi: Mpi | None, gpu: str | None) -> str:
         "python": sys.implementation.cache_tag,
         "platform": f"{sysconfig.get_platform()} {' '.join(platform.libc_ver())}",
         "mpi": mpi and f"{mpi} in {'the environment' if inside else mpi.mpirun.parent}",
-        "gpu": gpu_parts,
+        "gpu": [gpu, cuda] if gpu else [],
         "edits": [edit._asdict() for edit in edits_for(gpu)],
     }
     return f"{VERSION}+unitrain{_digest(json.dumps(depends_on, sort_keys=True))}"
@@ -136,14 +126,6 @@ def cache_folder() -> Path:
 def _digest(value: str) -> str:
     """Return the first 12 hexadecimal digits of a string's SHA-256."""
     return hashlib.sha256(value.encode()).hexdigest()[:12]
-
-
-def _add_requirements(console: Console, log: Path) -> None:
-    """Install the packages that Horovod and its build need, and that UniTrain does not."""
-    missing = [name for name in _REQUIREMENTS if installed_version(name) is None]
-    if missing:
-        console.print(f"Installing the requirements of Horovod: {', '.join(missing)}")
-        run_logged(pip("install", *missing), log, f"{', '.join(missing)} could not be installed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

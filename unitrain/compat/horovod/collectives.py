@@ -1,15 +1,14 @@
 """The collectives, with Horovod's names, arguments, defaults and gradients.
 
-Where two functions differ only in that one takes several tensors, or waits, it is made from the other.
+Where two functions differ only in that one takes several tensors, waits, or has another tensor as its result, it is
+made from the other.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
-import warnings
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from unitrain.communication.communicator import Communicator
 from unitrain.compat.horovod import operations
 from unitrain.compat.horovod.compression import Compression, Compressor
-from unitrain.compat.horovod.matching import Form, HorovodInternalError, Operation, Queue
+from unitrain.compat.horovod.matching import HorovodInternalError, Operation
 from unitrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from unitrain.errors import UsageError
 
@@ -30,29 +29,40 @@ __all__ = [
     "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async",
     "synchronize",
 ]  # fmt: skip
-# As in operations.OPS.
-Average: int = 0
-Sum: int = 1
-Adasum: int = 2
-Min: int = 3
-Max: int = 4
-Product: int = 5
+Average, Sum, Adasum, Min, Max, Product = range(6)  # as in operations.OPS
 _NONE = Compression.none
-_submitted: dict[int, tuple[Queue, Operation]] = {}
-_handles = itertools.count()
+_OF_ROWS = ("allgather", "alltoall")
 
 
-def _submit(process_set: ProcessSet, operation: Operation) -> int:
-    queue = process_set.queue()
-    queue.submit(operation)
-    handle = next(_handles)
-    _submitted[handle] = queue, operation
-    return handle
+def _submit(
+    process_set: ProcessSet, verb: str, tensors: Any, name: str | None, run: Callable[[Communicator, Tensor], Any],
+    *more: object,
+) -> Operation:  # fmt: skip
+    """Submit an operation on a tensor, or on several, and return its handle.
 
+    Args:
+        process_set: the ranks that take part.
+        verb: the verb.
+        tensors: the tensor or tensors.
+        name: by which the ranks match it; None for one that its number makes.
+        run: runs it on a tensor, and returns its result.
+        *more: what must also be the same on all ranks.
+    """
+    single = isinstance(tensors, Tensor)
+    group: list[Tensor] = [tensors] if single else tensors
+    for tensor in group:
+        if tensor.layout != torch.strided or not tensor.is_contiguous():  # which Horovod refuses, too
+            raise ValueError(f"{verb} needs a dense, contiguous tensor: pass tensor.contiguous() or tensor.to_dense().")
+        if verb in (*_OF_ROWS, "reducescatter") and not tensor.dim():
+            raise ValueError(f"{verb} needs a tensor with rows, not a scalar: pass tensor.unsqueeze(0).")
+    first = 1 if verb in _OF_ROWS else 0  # the ranks may have different numbers of rows
+    forms = [(str(tensor.dtype)[6:], list(tensor.shape[first:]), tensor.device.type) for tensor in group]
 
-def _name(process_set: ProcessSet, verb: str, tensors: Any, name: str | None) -> str:
-    verb = verb if isinstance(tensors, Tensor) else f"grouped_{verb}"
-    return process_set.queue().name(verb) if name is None else f"{verb}.{name}"
+    def run_all(ranks: Communicator) -> Any:
+        results = tuple(run(ranks, tensor) for tensor in group)
+        return results[0] if single else results
+
+    return process_set.queue().submit(verb if single else f"grouped_{verb}", name, (forms, *more), run_all)
 
 
 def _grouped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +79,20 @@ def _grouped(function: Callable[..., Any]) -> Callable[..., Any]:
     return grouped
 
 
-def _waited(function: Callable[..., int]) -> Callable[..., Any]:
+def _copied(function: Callable[..., Operation]) -> Callable[..., Operation]:
+    """Return a function that submits an operation on a copy of the tensor, or tensors, given one without a copy."""
+
+    @wraps(function)
+    def copied(tensor: Any, *args: Any, **kwargs: Any) -> Operation:
+        copies = tensor.detach().clone() if isinstance(tensor, Tensor) else [part.detach().clone() for part in tensor]
+        return function(copies, *args, **kwargs)
+
+    copied.__name__ = function.__name__.removesuffix("_")
+    copied.__doc__ = f"As ``{function.__name__}``, with another tensor as its result."
+    return copied
+
+
+def _waited(function: Callable[..., Operation]) -> Callable[..., Any]:
     """Return a function that waits for the operation that another one submits, and returns its result."""
 
     @wraps(function)
@@ -85,7 +108,9 @@ class _Differentiable(torch.autograd.Function):
     """Runs an operation in the forward, and others on the gradients in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, submit: Callable[..., int], back: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, submit: Callable[..., Operation], back: Callable[..., Sequence[Tensor]], *tensors: Tensor
+    ) -> Any:
         ctx.back = back
         result = synchronize(submit(tensors))
         return result if isinstance(result, tuple) else (result,)
@@ -96,7 +121,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _differentiable(
-    tensors: Any, submit: Callable[[Any], int], back: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    tensors: Any, submit: Callable[[Any], Operation], back: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     compression: type[Compressor] = _NONE,
 ) -> Any:  # fmt: skip
     """Return the results of an operation on a tensor, or on several.
@@ -108,27 +133,10 @@ def _differentiable(
         compression: compresses them, and decompresses the results.
     """
     single = isinstance(tensors, Tensor)
-    parts, contexts = zip(*map(compression.compress, operations.listed(tensors)), strict=True)
+    parts, contexts = zip(*map(compression.compress, [tensors] if single else tensors), strict=True)
     results = _Differentiable.apply(lambda parts: submit(parts[0] if single else parts), back, *parts)
     whole = [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
     return whole[0] if single else whole
-
-
-def call(
-    name: str, form: Form, function: Callable[[Communicator], Any], process_set: ProcessSet = global_process_set
-) -> Any:
-    """Return the result of a function that calls collectives, once all ranks have come to it by its name.
-
-    For what is built on the communicator, such as ``broadcast_object``: as an operation among the others, it can't meet
-    another of them.
-
-    Args:
-        name: the name, with the verb: "broadcast_object.epoch".
-        form: what must be the same on all ranks, as plain data, the verb first.
-        function: is called with the communicator of the process set.
-        process_set: the ranks that call it.
-    """
-    return process_set.queue().call(name, form, function)
 
 
 # ------------------------------------------------------------------------------------------------------- allreduce
@@ -136,17 +144,14 @@ def call(
 
 def _op(op: int | None, average: bool | None) -> int:
     """Return the reduction that a call names: by ``op``, or by the old ``average``."""
-    if average is not None:
-        if op is not None:
-            raise ValueError("op and average exclude each other: pass op only.")
-        warnings.warn("average is deprecated: pass op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=3)
-        return Average if average else Sum
+    if average is not None and op is not None:
+        raise ValueError("op and average exclude each other: pass op only.")
     if op == Adasum:
         raise UsageError(
             "hvd.Adasum is not supported: use hvd.Average, with a learning rate that is scaled by hvd.size() and "
             "warmed up over the first epochs."
         )
-    return Average if op is None else op
+    return op if op is not None else Sum if average is False else Average
 
 
 def allreduce(
@@ -165,47 +170,32 @@ def allreduce(
     return result
 
 
-def allreduce_async(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:  # fmt: skip
-    """Submit ``allreduce``, and return its handle. Not differentiable."""
-    outputs = [*map(torch.empty_like, operations.listed(tensor))]
-    scaling, name = (_op(op, average), prescale_factor, postscale_factor), _name(process_set, "allreduce", tensor, name)
-    return _submit(process_set, operations.reduction("allreduce", name, tensor, outputs, *scaling))
-
-
 def allreduce_async_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:  # fmt: skip
-    """Submit ``allreduce`` with the tensor as its result, and return its handle."""
-    scaling, name = (_op(op, average), prescale_factor, postscale_factor), _name(process_set, "allreduce", tensor, name)
-    return _submit(process_set, operations.reduction("allreduce", name, tensor, tensor, *scaling))
+) -> Operation:  # fmt: skip
+    """Submit ``allreduce`` with the tensor as its result, and return its handle. Not differentiable."""
+    how = operations.OPS[_op(op, average)], prescale_factor, postscale_factor
+    return _submit(
+        process_set, "allreduce", tensor, name, lambda ranks, tensor: operations.reduce(ranks, tensor, *how), *how
+    )
 
 
+allreduce_async: Callable[..., Operation] = _copied(allreduce_async_)
 allreduce_: Callable[..., Tensor] = _waited(allreduce_async_)
 grouped_allreduce: Callable[..., list[Tensor]] = _grouped(allreduce)
 grouped_allreduce_: Callable[..., tuple[Tensor, ...]] = _grouped(allreduce_)
-grouped_allreduce_async: Callable[..., int] = _grouped(allreduce_async)
-grouped_allreduce_async_: Callable[..., int] = _grouped(allreduce_async_)
+grouped_allreduce_async: Callable[..., Operation] = _grouped(allreduce_async)
+grouped_allreduce_async_: Callable[..., Operation] = _grouped(allreduce_async_)
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
     """Submit a mean or sum of sparse tensors, and return a function that waits and returns it, not coalesced."""
-    tensor = tensor.coalesce()
-    indices = allgather_async(tensor.indices().T.contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(tensor.values().contiguous(), f"{name}.values", process_set)
-
-    def wait() -> Tensor:
-        divisor = len(process_set.ranks) if op == Average else 1
-        return torch.sparse_coo_tensor(
-            synchronize(indices).T, synchronize(values) / divisor, tensor.shape, check_invariants=False
-        )
-
-    return wait
+    form = (str(tensor.dtype), list(tensor.shape), op)
+    run = partial(operations.reduce_sparse, tensor=tensor, op=operations.OPS[op])
+    return partial(synchronize, process_set.queue().submit("sparse_allreduce", name, form, run))
 
 
 # ------------------------------------------------------------------------------------------------ those that move rows
@@ -213,7 +203,8 @@ def sparse_allreduce_async(
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Return the rows of all ranks in one. Differentiable: a rank gets the mean over the ranks of its gradients."""
-    rows = torch.tensor([[part.shape[:1].numel() for part in operations.listed(tensor)]])
+    single = isinstance(tensor, Tensor)
+    rows = torch.tensor([[part.shape[:1].numel() for part in ([tensor] if single else tensor)]])
 
     def back(grads: Sequence[Tensor]) -> list[Tensor]:
         firsts = allgather(rows, process_set=process_set)[: process_set.rank()].sum(0).tolist()
@@ -224,13 +215,13 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     return result
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Operation:
     """Submit ``allgather``, and return its handle. Not differentiable."""
-    return _submit(process_set, operations.gathering(_name(process_set, "allgather", tensor, name), tensor))
+    return _submit(process_set, "allgather", tensor, name, operations.gather)
 
 
 grouped_allgather: Callable[..., list[Tensor]] = _grouped(allgather)
-grouped_allgather_async: Callable[..., int] = _grouped(allgather_async)
+grouped_allgather_async: Callable[..., Operation] = _grouped(allgather_async)
 
 
 def alltoall(
@@ -255,10 +246,9 @@ def alltoall(
 
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+) -> Operation:
     """Submit ``alltoall``, and return its handle. Its result has how many rows each rank had in any case."""
-    name, world = _name(process_set, "alltoall", tensor, name), len(process_set.ranks)
-    rows = tensor.shape[:1].numel() if tensor.dim() else 0
+    world, rows = len(process_set.ranks), tensor.shape[:1].numel()
     counts = [rows // world] * world if splits is None else [int(count) for count in splits]
     floats = isinstance(splits, Tensor) and splits.is_floating_point()
     if floats or (splits is None and rows % world) or len(counts) != world or min(counts) < 0 or sum(counts) > rows:
@@ -267,7 +257,12 @@ def alltoall_async(
             "together not more than there are."
         )
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
-    return _submit(process_set, operations.exchange(name, tensor, counts, like))
+
+    def run(ranks: Communicator, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        received, counted = operations.exchange(ranks, tensor, counts)
+        return received, like.new_tensor(counted)
+
+    return _submit(process_set, "alltoall", tensor, name, run)
 
 
 def broadcast(
@@ -282,29 +277,20 @@ def broadcast(
     return result
 
 
-def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Submit ``broadcast``, and return its handle. Not differentiable."""
-    return _broadcast(tensor, torch.empty_like(tensor), root_rank, name, process_set)
-
-
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Submit ``broadcast`` with the tensor as its result, and return its handle."""
-    return _broadcast(tensor, tensor, root_rank, name, process_set)
-
-
-broadcast_: Callable[..., Tensor] = _waited(broadcast_async_)
-
-
-def _broadcast(tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
-    name = _name(process_set, "broadcast", tensor, name)
+) -> Operation:
+    """Submit ``broadcast`` with the tensor as its result, and return its handle. Not differentiable."""
     if root_rank not in process_set.ranks:
         raise ValueError(f"broadcast got root_rank {root_rank}, but must get one of the ranks {process_set.ranks}.")
-    root = process_set.ranks.index(root_rank)
-    return _submit(process_set, operations.broadcasting(name, tensor, output, root))
+    src = process_set.ranks.index(root_rank)
+    return _submit(
+        process_set, "broadcast", tensor, name, lambda ranks, tensor: operations.broadcast(ranks, tensor, src), src
+    )
+
+
+broadcast_async: Callable[..., Operation] = _copied(broadcast_async_)
+broadcast_: Callable[..., Tensor] = _waited(broadcast_async_)
 
 
 def reducescatter(
@@ -326,44 +312,35 @@ def reducescatter(
 def reducescatter_async(
     tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> int:  # fmt: skip
+) -> Operation:  # fmt: skip
     """Submit ``reducescatter``, and return its handle. Not differentiable."""
     if op not in (Average, Sum):
         raise HorovodInternalError("reducescatter supports hvd.Average and hvd.Sum only: use hvd.allreduce for others.")
-    name, factors = _name(process_set, "reducescatter", tensor, name), (prescale_factor, postscale_factor)
-    return _submit(process_set, operations.reduction("reducescatter", name, tensor, (), op, *factors))
+    how = operations.OPS[op], prescale_factor, postscale_factor
+    return _submit(
+        process_set, "reducescatter", tensor, name,
+        lambda ranks, tensor: operations.reduce_scatter(ranks, tensor, *how), *how,
+    )  # fmt: skip
 
 
 grouped_reducescatter: Callable[..., list[Tensor]] = _grouped(reducescatter)
-grouped_reducescatter_async: Callable[..., int] = _grouped(reducescatter_async)
+grouped_reducescatter_async: Callable[..., Operation] = _grouped(reducescatter_async)
 
 # --------------------------------------------------------------------------------------------------------- handles
 
 
-def poll(handle: int) -> bool:
-    """Return whether an operation can be waited for without other ranks.
-
-    Unlike Horovod's, it takes part in a round, and so waits until the other ranks wait or poll, too.
-
-    Raises:
-        ValueError: there is no such handle, or it was synchronized.
-    """
-    if handle not in _submitted:
-        raise ValueError(f"there is no handle {handle}, or it was synchronized before: poll before that.")
-    queue, operation = _submitted[handle]
-    return queue.poll(operation)
+def poll(handle: Operation) -> bool:
+    """Wait for an operation, unlike Horovod's, and return True: nothing runs in the background."""
+    return handle.queue.poll(handle)
 
 
-def synchronize(handle: int) -> Any:
-    """Wait for an operation, and return its result: a tuple for several tensors. None if that was done before.
+def synchronize(handle: Operation) -> Any:
+    """Wait for an operation, and return its result: a tuple for several tensors.
 
     Raises:
         HorovodInternalError: the ranks don't agree on it, or it has failed because of another rank.
     """
-    if handle not in _submitted:
-        return None
-    queue, operation = _submitted.pop(handle)
-    return queue.finish(operation)
+    return handle.queue.finish(handle)
 
 
 def join(device: int = -1) -> int:
@@ -377,5 +354,4 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of a process set has called it."""
-    queue = process_set.queue()
-    queue.call(queue.name("barrier"), ("barrier",), lambda communicator: None)
+    process_set.queue().call("barrier", None, (), lambda ranks: None)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint import Checkpoint
-from unitrain.compat.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from unitrain.compat.horovod.functions import broadcast_object
 from unitrain.compat.horovod.world import rank, size, strategy
 
 FOLDER = "UNITRAIN_ELASTIC_FOLDER"
@@ -36,15 +36,16 @@ class State:
     Args:
         bcast_object: not used; the module's ``broadcast_object`` is.
         get_rank: not used.
-        **kwargs: the objects. Of modules, optimizers and samplers, the state is kept, and other objects as they are.
+        **kwargs: the objects. Of those that have ``load_state_dict``, the state is kept, and of others a copy.
     """
 
     _checkpoint: Checkpoint | None = None  # while the function runs that ``run`` has wrapped
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None, **kwargs: Any) -> None:
         vars(self).update(kwargs)
-        self._saved = {name: _state_of(value) for name, value in kwargs.items()}
+        self._names = list(kwargs)
         self._reset_callbacks: list[Callable[[], object]] = []
+        self.save()
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Have functions called when the job continues after another start."""
@@ -74,36 +75,29 @@ class State:
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""
-        self._saved = {name: _state_of(getattr(self, name)) for name in self._saved}
+        self._saved = {name: copy.deepcopy(part.state_dict()) for name, part in self.parts().items()}
 
     def restore(self) -> None:
         """Go back to the copy."""
-        for name, value in self.with_state().items():
-            value.load_state_dict(self._saved[name])
-        self.load_state_dict({name: self._saved[name] for name in self.state_dict()})
+        for name, part in self.parts().items():
+            part.load_state_dict(copy.deepcopy(self._saved[name]))  # optimizers keep its tensors
 
     def sync(self) -> None:
         """Give all ranks the state of rank 0, and save it. Collective."""
-        for value in self.with_state().values():
-            if isinstance(value, nn.Module):
-                broadcast_parameters(value.state_dict(), root_rank=0)
-            elif isinstance(value, Optimizer):
-                broadcast_optimizer_state(value, root_rank=0)
-            else:
-                value.load_state_dict(broadcast_object(value.state_dict()))
-        self.load_state_dict(broadcast_object(self.state_dict()))
         self.save()
+        self._saved = broadcast_object(self._saved)
+        self.restore()
 
-    def with_state(self) -> dict[str, Any]:
-        """Return the objects with a state, by name."""
-        return {name: value for name in self._saved if _has_state(value := getattr(self, name))}
+    def parts(self) -> dict[str, Any]:
+        """Return the objects with a state, by name, and this, which has the others."""
+        return {**{name: value for name in self._names if _has_state(value := getattr(self, name))}, "attributes": self}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the other objects."""
-        return {name: value for name in self._saved if not _has_state(value := getattr(self, name))}
+        """Return the objects without a state."""
+        return {name: value for name in self._names if not _has_state(value := getattr(self, name))}
 
     def load_state_dict(self, objects: dict[str, Any]) -> None:
-        """Set the other objects."""
+        """Set the objects without a state."""
         vars(self).update(objects)
 
 
@@ -134,18 +128,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     Attributes:
         epoch: the epoch, which the order follows from.
         processed_num: the number of samples of this epoch that all ranks have processed.
-        num_replicas: the number of ranks.
-        rank: the rank of this process.
-        remaining_indices: the samples that are not processed.
-        num_samples: how many each rank gets.
+        remaining_indices: the samples that were not processed when the epoch began, or continued.
     """
 
     epoch: int
     processed_num: int
-    num_replicas: int
-    rank: int
     remaining_indices: list[int]
-    num_samples: int
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset: Sized = dataset
@@ -159,7 +147,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that each rank has processed a batch."""
-        self.processed_num += batch_size * self.num_replicas
+        self.processed_num += batch_size * size()
 
     def state_dict(self) -> dict[str, int]:
         """Return where the epoch is."""
@@ -172,21 +160,18 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Divide the samples that are left among the present ranks."""
-        self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
         self.remaining_indices = order[self.processed_num :]
-        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
         """Return the samples of this rank. Ranks that would have fewer than others repeat the first of them."""
-        total = self.num_samples * self.num_replicas
-        return itertools.islice(itertools.cycle(self.remaining_indices), self.rank, total, self.num_replicas)
+        return itertools.islice(itertools.cycle(self.remaining_indices), rank(), len(self) * size(), size())
 
     def __len__(self) -> int:
         """Return the number of samples of each rank."""
-        return self.num_samples
+        return math.ceil(len(self.remaining_indices) / size())
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
@@ -198,11 +183,9 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
         if folder := os.environ.get(FOLDER):
-            objects = {**state.with_state(), "attributes": state}
-            state._checkpoint = checkpoint = strategy().checkpoint(folder, partial=True, **objects)
+            state._checkpoint = checkpoint = strategy().checkpoint(folder, partial=True, **state.parts())
             if checkpoint.resume():
                 # As after one of Horovod's resets: another number of ranks may need another learning rate.
-                state.save()
                 state.on_reset()
         else:
             strategy().communicator.warn(
@@ -222,9 +205,4 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 
 
 def _has_state(value: object) -> bool:
-    return isinstance(value, (nn.Module, Optimizer, ElasticSampler))
-
-
-def _state_of(value: Any) -> Any:
-    """Return a copy of an object's state, or an object without one."""
-    return copy.deepcopy(value.state_dict()) if _has_state(value) else value
+    return hasattr(value, "load_state_dict")

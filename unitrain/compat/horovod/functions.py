@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.comparison import difference_between_ranks
 from unitrain.communication.state_transfer import SentState, broadcast_tensors, outline
-from unitrain.compat.horovod.collectives import call
 from unitrain.compat.horovod.matching import HorovodInternalError
 from unitrain.compat.horovod.process_sets import ProcessSet, global_process_set
 
 T = TypeVar("T")
 
 
-def broadcast_parameters(params: dict[str, Tensor] | list[Any], root_rank: int) -> None:
+def broadcast_parameters(params: dict[str, Tensor] | Iterable[Any], root_rank: int) -> None:
     """Overwrite tensors with a rank's, in place. Collective.
 
     Args:
-        params: a state dict, a list of tensors, or a list of pairs of a name and a tensor.
+        params: a state dict, tensors, or pairs of a name and a tensor.
         root_rank: the rank that has the values.
 
     Raises:
-        ValueError: ``params`` is neither a dict nor a list.
         HorovodInternalError: the ranks have other tensors; on every rank.
     """
-    if not isinstance(params, (dict, list)):
-        raise ValueError(f"broadcast_parameters takes a dict or a list, not {type(params).__name__}: pass list(...).")
     items = sorted(params.items()) if isinstance(params, dict) else params
     named = [item if isinstance(item, tuple) else (f"number {i}", item) for i, item in enumerate(items)]
 
@@ -40,7 +37,7 @@ def broadcast_parameters(params: dict[str, Tensor] | list[Any], root_rank: int) 
         tensors = [tensor for _, tensor in named]
         broadcast_tensors(communicator, tensors, tensors, src=root_rank)
 
-    call("broadcast_parameters", ("broadcast_parameters", root_rank), send)
+    global_process_set.queue().call("broadcast_parameters", None, (root_rank,), send)
 
 
 def check_same(communicator: Communicator, caller: str, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -68,7 +65,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
     Args:
         optimizer: the optimizer, distributed or not.
         root_rank: the rank that has the state.
-        model: the model, if it has embeddings with sparse gradients.
+        model: has no effect.
 
     Raises:
         ValueError: it is L-BFGS: its state is not one dict for each parameter.
@@ -78,7 +75,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
 
     def send(communicator: Communicator) -> None:
         if communicator.broadcast_data(not optimizer.state, root_rank) and not optimizer.state:
-            _step_without_gradients(optimizer, model)
+            _step_without_gradients(optimizer)
         # Tensors go straight into their places, in small buffers.
         groups, state = optimizer.param_groups, optimizer.state_dict()
         form = communicator.broadcast_object(outline(state), root_rank)
@@ -87,21 +84,15 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
             group.update(loaded)
         optimizer.param_groups = groups  # the same dicts: the optimizer that was wrapped, and its scheduler, have them
 
-    call("broadcast_optimizer_state", ("broadcast_optimizer_state", root_rank), send)
+    global_process_set.queue().call("broadcast_optimizer_state", None, (root_rank,), send)
 
 
-def _step_without_gradients(optimizer: Optimizer, model: nn.Module | None) -> None:
+def _step_without_gradients(optimizer: Optimizer) -> None:
     """Let an optimizer make its state, by a step with gradients of zero. Not collective."""
-    embeddings = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)] if model is not None else []
-    sparse = {layer.weight for layer in embeddings if layer.sparse}
     for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-        p.grad = torch.zeros_like(p)
-        if isinstance(optimizer, SparseAdam) or (isinstance(optimizer, SGD) and p in sparse):
-            p.grad = p.grad.to_sparse(1)
-    if hasattr(optimizer, "skip_synchronize"):
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    else:
+        zeros = torch.zeros_like(p)
+        p.grad = zeros.to_sparse(1) if isinstance(optimizer, SparseAdam) else zeros
+    with getattr(optimizer, "skip_synchronize", nullcontext)():
         optimizer.step()
 
 
@@ -120,7 +111,7 @@ def broadcast_object(
     def send(communicator: Communicator) -> T:
         return communicator.broadcast_object(obj, process_set.ranks.index(root_rank))
 
-    return call(f"broadcast_object.{name}", ("broadcast_object", root_rank), send, process_set)  # type: ignore[no-any-return]
+    return process_set.queue().call("broadcast_object", name, (root_rank,), send)
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
@@ -130,5 +121,4 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
         obj: as of ``Communicator.all_gather_object``.
         name: matches the calls of the ranks.
     """
-    form = ("allgather_object",)
-    return call(f"allgather_object.{name}", form, lambda ranks: ranks.all_gather_object(obj))  # type: ignore[no-any-return]
+    return global_process_set.queue().call("allgather_object", name, (), lambda ranks: ranks.all_gather_object(obj))

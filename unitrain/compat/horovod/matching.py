@@ -1,32 +1,27 @@
 """Matches the operations of the ranks by name, in whichever order each rank has submitted them.
 
-Nothing runs in the background. An operation is queued until its rank waits for it, or polls it. Then the ranks compare
-their queues in a round, and start what all of them have, in the order of the names. If no rank can continue, because
-each waits for what another has not submitted, all of them raise an error that names these operations.
+Nothing runs in the background. An operation is queued until its rank waits for it. Then the ranks compare their queues
+in a round, and run what all of them have, in the order of the names. If no rank can continue, because each
+waits for what another has not submitted, all of them raise an error that names these operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import groupby
-from operator import attrgetter
-from typing import Any
+from reprlib import repr as shortened
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CommunicationError, by_rank
 from unitrain.rng import derived_seed
 
 Form = tuple[Any, ...]
-Sizes = Sequence[Sequence[int]]
-Start = Callable[[Communicator, str, Sequence[Tensor], Sequence[Tensor], Sizes], Callable[[], Sequence[Any]]]
-_FUSED_BYTES = 2**24  # larger tensors are not worth a copy
-_WAITS, _POLLS, _JOINED, _ENDS = range(4)  # why a rank takes part in a round
-_WAITS_FOR_NOTHING = {_JOINED: "nothing, as it has joined", _ENDS: "nothing, as it has shut down or ended"}
+T = TypeVar("T")
+STAND_INS: dict[str, Callable[[Communicator, str, Form], object]] = {}
+"""For verbs, what a rank that has joined calls to take part in an operation of a name and form; not in other verbs."""
 
 
 class HorovodInternalError(CommunicationError, RuntimeError):
@@ -35,81 +30,57 @@ class HorovodInternalError(CommunicationError, RuntimeError):
 
 @dataclass(eq=False)
 class Operation:
-    """An operation that a rank submits.
+    """An operation that a rank submits, and the handle by which it waits for it.
 
     Attributes:
-        name: by which the ranks match it.
-        form: what must be the same on all ranks, as plain data: the verb, and of each tensor dtype, shape and device.
-        start: starts it, given the communicator, a label for the backend, tensors, outputs, and the ``sizes`` of each
-            rank. Returns a function that waits, and returns a result for each tensor.
-        tensors: the input.
-        outputs: where the results go, if there are tensors for them before the start.
-        single: whether the result is the one of the only tensor, and not a tuple.
-        fuses: whether it may be started together with others, on the tensors of all.
-        sizes: what may differ between the ranks, and all of them must know: numbers of rows.
-        wait: waits, and returns the result; None before the start.
-        error: why it has failed; "" if it has not.
+        queue: the queue that it is in.
+        form: what must be the same on all ranks, as plain data.
+        run: runs it on all ranks together, given their communicator, and returns its result.
+        result: the result, once it was run.
+        error: why it has failed; None if it has not.
+        done: whether it was run, or has failed.
     """
 
-    name: str
+    queue: Queue
     form: Form
-    start: Start
-    tensors: Sequence[Tensor] = ()
-    outputs: Sequence[Tensor] = ()
-    single: bool = True
-    fuses: bool = False
-    sizes: Sequence[int] = ()
-    wait: Callable[[], Any] | None = None
-    error: str = ""
-
-    @property
-    def settled(self) -> bool:
-        """Whether it was started, or has failed."""
-        return self.wait is not None or bool(self.error)
-
-    @property
-    def fusion(self) -> object:
-        """The key that operations share if they may be started together."""
-        fuses = self.fuses and sum(tensor.nbytes for tensor in self.tensors) < _FUSED_BYTES
-        return (self.form[0], *self.form[2:]) if fuses else self.name
+    run: Callable[[Communicator], Any]
+    result: Any = None
+    error: Exception | None = None
+    done: bool = False
 
 
 class Queue:
-    """The operations of a process set that this rank has submitted, and not all ranks have started.
+    """The operations of a process set that this rank has submitted, and not all ranks have run.
 
     Args:
         communicator: of the ranks of the process set.
-        stand_ins: for verbs, what returns the operation by which a rank that has joined takes part in one of a name and
-            form. It can't take part in others.
 
     Attributes:
-        communicator: as above.
+        communicator: as the argument.
     """
 
-    def __init__(
-        self, communicator: Communicator, stand_ins: Mapping[str, Callable[[str, Form], Operation | None]]
-    ) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._stand_ins = stand_ins
         self._pending: dict[str, Operation] = {}
         self._unnamed: dict[str, int] = {}
-        self._started = 0
         self._joined: set[int] = set()
         self._last_joined = -1
 
-    def name(self, verb: str) -> str:
+    def next_name(self, verb: str) -> str:
         """Return the name of the next operation of a verb that the script has given none."""
         self._unnamed[verb] = number = self._unnamed.get(verb, 0) + 1
-        return f"{verb}.noname.{number}"
+        return f"noname.{number}"
 
-    def submit(self, operation: Operation) -> None:
-        """Queue an operation. ValueError if another one of its name is in the queue."""
-        if operation.name in self._pending:
+    def submit(self, verb: str, name: str | None, form: Form, run: Callable[[Communicator], Any]) -> Operation:
+        """Queue an operation. ValueError if another one of its verb and name is in the queue."""
+        name = f"{verb}.{self.next_name(verb) if name is None else name}"
+        if name in self._pending:
             raise ValueError(
-                f"an operation named {operation.name!r} was submitted while another of this name has not been "
+                f"an operation named {name!r} was submitted while another of this name has not been "
                 "synchronized: give it another name, or call hvd.synchronize with the first one's handle before."
             )
-        self._pending[operation.name] = operation
+        self._pending[name] = operation = Operation(self, form, run)
+        return operation
 
     def finish(self, operation: Operation) -> Any:
         """Wait for an operation, and return its result.
@@ -117,135 +88,90 @@ class Queue:
         Raises:
             HorovodInternalError: the ranks don't agree on it, or it has failed because of another rank.
         """
-        while not operation.settled:
-            self._round(_WAITS)
-        if operation.wait is None:
-            raise HorovodInternalError(operation.error)
-        try:
-            with self.communicator.collectives.pulse.within(operation.form[0]):
-                return operation.wait()
-        except RuntimeError as error:
-            raise HorovodInternalError(f"{_described(operation.name, operation.form)} failed: {error}") from error
+        self.poll(operation)
+        if isinstance(operation.error, CommunicationError):
+            raise HorovodInternalError(str(operation.error)) from operation.error
+        if operation.error is not None:
+            raise operation.error
+        return operation.result
 
-    def call(self, name: str, form: Form, function: Callable[[Communicator], Any]) -> Any:
-        """Return the result of a function that calls collectives, once all ranks have come to it by its name."""
-        operation = Operation(name, form, lambda communicator, *_: lambda: [function(communicator)])
-        self.submit(operation)
-        return self.finish(operation)
+    def call(self, verb: str, name: str | None, form: Form, run: Callable[[Communicator], T]) -> T:
+        """Submit an operation, wait for it, and return its result.
+
+        For what is built on the communicator, such as ``broadcast_object``: so it can't meet another operation.
+        """
+        result: T = self.finish(self.submit(verb, name, form, run))
+        return result
 
     def poll(self, operation: Operation) -> bool:
-        """Return whether an operation has been started or has failed, after a round with the other ranks if not."""
-        if not operation.settled:
-            self._round(_POLLS)
-        return operation.settled
+        """Wait for an operation, and return True."""
+        while not operation.done:
+            self._round()
+        return True
 
     def join(self) -> int:
         """Take part in the reductions of other ranks until all have joined. Return the rank that was the last."""
-        while not self._round(_JOINED):
+        while not self._round(joins=True):
             pass
         self._joined.clear()
         return self._last_joined
 
-    def end(self) -> None:
-        """Return when all ranks end. Operations that a rank still waits for fail there."""
-        while not self._round(_ENDS):
-            pass
+    def _round(self, *, joins: bool = False) -> bool:
+        """Run the operations that all ranks have submitted. Return whether all have joined. Collective.
 
-    def _round(self, state: int) -> bool:
-        """Start the operations that all ranks have submitted. Return whether all have joined, or all end. Collective.
+        Args:
+            joins: whether this rank has joined, and does not wait for an operation.
 
         Raises:
             HorovodInternalError: this rank has joined, and another one will not.
         """
         ranks = self.communicator
         forms = {name: self._pending[name].form for name in sorted(self._pending)}
-        facts = torch.tensor([derived_seed(forms) >> 1, state], device=ranks.device)
-        digests, states = ranks.collectives.all_gather(facts).T.tolist()
-        if len(set(digests)) == 1 and max(states) <= _POLLS:
-            self._start(list(forms))
+        facts = torch.tensor([derived_seed(forms) >> 1, joins], device=ranks.device)
+        digests, joining = ranks.collectives.all_gather(facts).T.tolist()
+        if len(set(digests)) == 1 and not any(joining):
+            for name in forms:
+                self._run(name)
             return False
-        joined = {rank for rank, reason in enumerate(states) if reason == _JOINED}
+        joined = {rank for rank, joins in enumerate(joining) if joins}
         self._last_joined, self._joined = max(joined - self._joined, default=self._last_joined), joined
         every: list[dict[str, Form]] = ranks.all_gather_data(forms)
-        if self._start_agreed(every):
-            return False
-        if _POLLS not in states and (_WAITS in states or len(set(states)) > 1):  # all wait, and none can submit more
-            shown = (", ".join(_described(*item) for item in [*forms.items()][:3]) for forms in every)
-            reasons = [_WAITS_FOR_NOTHING.get(state) or text for state, text in zip(states, shown, strict=True)]
-            error = f"the ranks wait for different operations: {by_rank(enumerate(reasons))}. All must submit the same."
-            self._fail(list(self._pending), error)
-            if state == _JOINED:
+        names = sorted(set().union(*every))
+        ready = [name for name in names if all(name in every[rank] or rank in joined for rank in range(len(every)))]
+        for name in ready:
+            self._run_if_equal(name, [(rank, forms[name]) for rank, forms in enumerate(every) if name in forms])
+        if not ready and len(joined) < len(every):  # all wait, and none can submit more
+            shown = [", ".join(map(repr, [*forms][:3])) or "nothing, as it has joined" for forms in every]
+            error = f"the ranks wait for different operations: {by_rank(enumerate(shown))}. All must submit the same."
+            for name in forms:
+                self._fail(name, error)
+            if joins:
                 raise HorovodInternalError(error)
-        return len(set(states)) == 1 and state >= _JOINED
+        return not ready and len(joined) == len(every)
 
-    def _start_agreed(self, every: Sequence[dict[str, Form]]) -> bool:
-        """Start the operations that every rank has, or has joined for; those that differ fail. Return if there are any.
+    def _run_if_equal(self, name: str, forms: Sequence[tuple[int, Form]]) -> None:
+        """Run an operation that all ranks have but those that have joined, unless its forms on these ranks differ."""
+        verb, _, _ = name.partition(".")
+        _, form = forms[0]
+        if any(other != form for _, other in forms):
+            text = by_rank((rank, shortened(form)) for rank, form in forms)
+            self._fail(name, f"the operations named {name!r} differ: {text}. Give them different names.")
+        elif len(forms) < self.communicator.world_size and verb not in STAND_INS:
+            self._fail(name, f"{verb} does not work after hvd.join, but {name!r} was called, and ranks have joined.")
+        elif name in self._pending:
+            self._run(name)
+        else:
+            STAND_INS[verb](self.communicator, name, form)
 
-        Args:
-            every: the operations of each rank, by name.
-        """
-        agreed, ready = False, []
-        for name in sorted(set().union(*every)):
-            absent = {rank for rank, forms in enumerate(every) if name not in forms}
-            if absent - self._joined:
-                continue
-            agreed = True
-            those = [(rank, forms[name]) for rank, forms in enumerate(every) if name in forms]
-            form = those[0][1]
-            if any(other != form for _, other in those):
-                text = by_rank((rank, _described(form[0], form)) for rank, form in those)
-                self._fail([name], f"the operations named {name!r} differ: {text}. Give them different names.")
-            elif absent and form[0] not in self._stand_ins:
-                self._fail(
-                    [name], f"{form[0]} does not work after hvd.join, but {name!r} was called, and ranks have joined."
-                )
-            else:
-                if self.communicator.rank in absent:
-                    stand_in = self._stand_ins[form[0]](name, form)
-                    if stand_in is None:
-                        raise HorovodInternalError(
-                            f"this rank has joined, but does not have {name!r}, which others have."
-                        )
-                    self._pending[name] = stand_in
-                ready.append(name)
-        self._start(ready)
-        return agreed
+    def _run(self, name: str) -> None:
+        operation = self._pending.pop(name)
+        try:
+            operation.result = operation.run(self.communicator)
+        except Exception as error:  # is raised where the script waits: other operations must run meanwhile
+            operation.error = error
+        operation.done = True
 
-    def _fail(self, names: Iterable[str], error: str) -> None:
-        for name in names:
-            if name in self._pending:  # not on a rank that has joined
-                self._pending.pop(name).error = error
-
-    def _start(self, names: Sequence[str]) -> None:
-        """Start operations that all ranks have, in the same order on each. Collective."""
-        operations = [self._pending.pop(name) for name in names]
-        sizes = [size for operation in operations for size in operation.sizes]
-        device, every, first = self.communicator.device, [], 0
-        if sizes:
-            every = self.communicator.collectives.all_gather(torch.tensor(sizes, device=device)).tolist()
-        for _, group in groupby(operations, key=attrgetter("fusion")):
-            those = list(group)
-            last = first + len(those[0].sizes)  # others are not fused
-            tensors = [tensor.detach() for operation in those for tensor in operation.tensors]
-            outputs = [output for operation in those for output in operation.outputs]
-            self._started += 1
-            label, rows = f"hvd.{self._started}", [row[first:last] for row in every]
-            results = cache(those[0].start(self.communicator, label, tensors, outputs, rows))
-            first, number = last, 0
-            for operation in those:
-                part = slice(number, number + (len(operation.tensors) or 1))
-                operation.wait = partial(_result, results, part, operation.single)
-                number = part.stop
-
-
-def _result(results: Callable[[], Sequence[Any]], part: slice, single: bool) -> Any:
-    return results()[part][0] if single else tuple(results()[part])
-
-
-def _described(name: str, form: Form) -> str:
-    """Return an operation as text for a message."""
-    if len(form) < 2 or not isinstance(form[1], list):
-        return repr(name)
-    _, tensors, *more = form
-    shown = [f"{dtype}{shape} on {device}" for dtype, shape, device in tensors[:3]]
-    return f"{name!r} of {', '.join(shown)}{f' {tuple(more)}' if more else ''}"
+    def _fail(self, name: str, error: str) -> None:
+        if name in self._pending:  # not on a rank that has joined
+            operation = self._pending.pop(name)
+            operation.error, operation.done = HorovodInternalError(error), True

@@ -13,19 +13,16 @@ from types import ModuleType
 
 _HERE = __name__.rpartition(".")[0]
 _FOLDER = str(Path(__file__).parents[1])  # `unitrain horovod` puts it on the path, also of child processes
-_PARTS = ("compression", "elastic", "functions", "optimizer", "sync_batch_norm")
-_MODULES = {
-    **dict.fromkeys(("torch", "torch.mpi_ops", "common.exceptions", "common.process_sets"), _HERE),
-    **dict.fromkeys(("torch.elastic.sampler", "torch.elastic.state"), f"{_HERE}.elastic"),
-    **{f"torch.{part}": f"{_HERE}.{part}" for part in _PARTS},
-}
+_ALL = ("torch", "torch.mpi_ops", "torch.compression", "common.exceptions", "common.process_sets")
+_ELASTIC = ("torch.elastic", "torch.elastic.sampler", "torch.elastic.state")
 _installed: dict[str, ModuleType] = {}
 _real: dict[str, ModuleType] = {}
 
 
 def install() -> None:
     """Have ``import horovod.torch``, and the like, import this package in this process."""
-    _installed.update({f"horovod.{name}": import_module(module) for name, module in _MODULES.items()})
+    for modules, source in ((_ALL, _HERE), (_ELASTIC, f"{_HERE}.elastic")):
+        _installed.update({f"horovod.{name}": import_module(source) for name in modules})
     for name in ("horovod", "horovod.common"):
         _installed[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
         _installed[name].__file__ = __file__  # as None, it makes inspect fail, when torch imports torch._dynamo

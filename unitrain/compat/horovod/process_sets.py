@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from unitrain.communication.communicator import Communicator
 from unitrain.compat.horovod.matching import Queue
-from unitrain.compat.horovod.operations import STAND_INS
-from unitrain.errors import UsageError
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -25,8 +23,6 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        if not isinstance(ranks, Iterable):
-            raise UsageError("a ProcessSet is made of a list of ranks here, not of an MPI communicator.")
         self.ranks: list[int] = sorted(ranks)
         self.process_set_id: int | None = None
         self._queue: Queue | None = None
@@ -34,7 +30,7 @@ class ProcessSet:
     def open(self, number: int, communicator: Communicator | None) -> None:
         """Register it under a number, with the communicator of its ranks; with None on other ranks."""
         self.process_set_id = number
-        self._queue = None if communicator is None else Queue(communicator, STAND_INS)
+        self._queue = None if communicator is None else Queue(communicator)
 
     def close(self) -> None:
         """Refuse operations from now on."""
@@ -57,11 +53,9 @@ class ProcessSet:
         if self._queue is None:
             if global_process_set.process_set_id is None:
                 raise ValueError(NOT_INITIALIZED)
-            text = f"was called for the process set of ranks {self.ranks}, which "
             raise ValueError(
-                f"this {text}is not registered: pass it to hvd.init or hvd.add_process_set before."
-                if self.process_set_id is None
-                else f"this {text}rank {global_process_set.rank()} is not in: call it on these ranks only."
+                f"rank {global_process_set.rank()} called an operation of the process set of ranks {self.ranks}: call "
+                "it on these ranks only, and pass the set to hvd.init or hvd.add_process_set before."
             )
         return self._queue
 
@@ -89,8 +83,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         raise ValueError(f"the ranks of a process set must be different ones of 0 to {every[-1]}, but are {ranks}.")
     if not others or tuple(ranks) in registered:
         raise ValueError(f"there is a process set of ranks {ranks} already: use it.")
-    name = f"add_process_set {ranks}"
-    communicator = queue.call(name, (name,), lambda world: world.part([ranks, others]))
+    communicator = queue.call("add_process_set", str(ranks), (), lambda world: world.part([ranks, others]))
     added.open(next(_numbers), communicator if queue.communicator.rank in ranks else None)
     registered[tuple(ranks)] = added
     return added
@@ -100,6 +93,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set. Return whether it was registered, and is not the global one. All ranks call it."""
     if not process_set.process_set_id:
         return False
-    name = f"remove_process_set {process_set.ranks}"
-    global_process_set.queue().call(name, (name,), lambda world: registered.pop(tuple(process_set.ranks)).close())
+    ranks, queue = process_set.ranks, global_process_set.queue()
+    queue.call("remove_process_set", str(ranks), (), lambda world: registered.pop(tuple(ranks)).close())
     return True

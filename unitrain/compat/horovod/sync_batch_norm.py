@@ -13,10 +13,6 @@ from unitrain.training.models.batch_norm import GlobalBatchNorm
 class SyncBatchNorm(GlobalBatchNorm):
     """A BatchNorm layer that normalises by the rows of all ranks, which may have different numbers. On any device."""
 
-    num_batches_tracked: Tensor
-    running_mean: Tensor
-    running_var: Tensor
-
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  (torch's name)
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
@@ -36,15 +32,9 @@ class SyncBatchNorm(GlobalBatchNorm):
         centred = x - mean.view(shape)
         # In a second pass, since the squares of values far from 0 would lose digits.
         variance = allreduce(centred.square().sum(rows), name="sync_batch_norm.squares", op=Sum) / total
-        if self.training and self.running_mean is not None:
-            self._update_running(mean.detach(), variance.detach() * (total / (total - 1)))
+        if self.training:
+            self.update_running(mean, variance, total)
         output: Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             output = output * self.weight.view(shape) + self.bias.view(shape)
         return output.to(input.dtype)
-
-    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
-        self.num_batches_tracked += 1
-        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,23 +26,10 @@ __all__ = [
     "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown", "size", "start_timeline",
     "stop_timeline", "strategy",
 ]  # fmt: skip
-_TIMELINE = "no timeline is recorded here: use torch.profiler"
-_REFUSED = {
-    "HOROVOD_AUTOTUNE": "there is no cycle time and no fusion threshold to tune here: unset it",
-    "HOROVOD_TIMELINE": f"{_TIMELINE}, and unset it",
-}
 
 
-class _World(NamedTuple):
-    """The strategy, and the place of this process among the hosts."""
-
-    strategy: Strategy
-    cross_rank: int
-    cross_size: int
-    homogeneous: bool
-
-
-_world: _World | None = None
+_strategy: Strategy | None = None
+_places: list[tuple[int, int, int]] = []  # of each rank: node rank, local rank and local world size
 
 
 def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:
@@ -53,26 +39,22 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
     processes. Random generators are left as they are.
 
     Args:
-        comm: all ranks, or an MPI communicator of all. Use process sets for others.
+        comm: None. Use process sets for a part of the ranks.
         process_sets: to be registered; more may be later, whether or not this is "dynamic".
 
     Raises:
-        UsageError: ``comm`` has not all ranks.
+        UsageError: there is a ``comm``.
         ConfigError: a variable asks for what is not supported here.
     """
-    global _world
+    global _strategy
     if is_initialized():
         return
-    for variable, reason in _REFUSED.items():
+    if comm:
+        raise UsageError("hvd.init takes no communicator here: call it without one, and add a process set of its ranks")
+    for variable in ("HOROVOD_AUTOTUNE", "HOROVOD_TIMELINE"):
         if os.environ.get(variable, "0").lower() not in ("", "0", "false"):
-            raise ConfigError(f"{variable} is set, but {reason}.")
+            raise ConfigError(f"{variable} is set, but nothing is tuned here, and no timeline recorded: unset it.")
     launch, config = detect(os.environ), resolve_strategy(None, {}, os.environ)
-    ranks = comm if comm is None or isinstance(comm, Iterable) else range(comm.Get_size())
-    if ranks is not None and list(ranks) not in ([], list(range(launch.world_size))):
-        raise UsageError(
-            f"hvd.init got a communicator of ranks {list(ranks)}, but this job has ranks 0 to {launch.world_size - 1}: "
-            "call it without one, and add a process set of these ranks."
-        )
     several = launch.world_size > 1 or (dist.is_available() and dist.is_initialized())
     backend = config.backend if config.backend != "auto" else "ddp" if several else "single"
     load_backend(backend).allow_parts()
@@ -82,50 +64,38 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
     with modules.real_horovod():
         # A script that has turned deterministic algorithms on keeps them.
         deterministic = config.deterministic or torch.are_deterministic_algorithms_enabled()
-        strategy = unitrain.init(backend=backend, deterministic=deterministic)
+        _strategy = unitrain.init(backend=backend, deterministic=deterministic)
     rng.restore(states)
-    job, launch = current(), strategy.launch
+    job, communicator, launch = current(), _strategy.communicator, _strategy.launch
     assert job is not None  # the strategy's
-    places = strategy.communicator.all_gather_data((job.node_rank, launch.local_rank, launch.local_world_size))
-    peers = sorted(node for node, local, _ in places if local == launch.local_rank)
-    _world = _World(strategy, peers.index(job.node_rank), len(peers), len({size for *_, size in places}) == 1)
-    sets.global_process_set.ranks = list(range(strategy.world_size))
-    sets.global_process_set.open(0, strategy.communicator)
-    atexit.register(shutdown)
-    for process_set in [] if process_sets is None or isinstance(process_sets, str) else process_sets:
+    _places[:] = communicator.all_gather_data((job.node_rank, launch.local_rank, launch.local_world_size))
+    sets.global_process_set.ranks = list(range(communicator.world_size))
+    sets.global_process_set.open(0, communicator)
+    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         sets.add_process_set(process_set)
 
 
 def shutdown() -> None:
-    """Leave the job, when all ranks do. Operations that a rank still waits for fail there."""
-    global _world
-    job = current()
-    if _world is None or job is None:  # a forked child: the job is its parent's
-        return
-    strategy, _world = _world.strategy, None
-    atexit.unregister(shutdown)
-    if not job.failed and not job.ended:
-        sets.global_process_set.queue().end()
-    for process_set in (sets.global_process_set, *sets.registered.values()):
-        process_set.close()
-    sets.registered.clear()
-    strategy.close()
+    """Leave the job, when all ranks do."""
+    global _strategy
+    if _strategy is not None:
+        for process_set in (sets.global_process_set, *sets.registered.values()):
+            process_set.close()
+        sets.registered.clear()
+        strategy, _strategy = _strategy, None
+        strategy.close()
 
 
 def is_initialized() -> bool:
     """Return whether this process has joined a job."""
-    return _world is not None
-
-
-def _joined() -> _World:
-    if _world is None:
-        raise ValueError(sets.NOT_INITIALIZED)
-    return _world
+    return _strategy is not None
 
 
 def strategy() -> Strategy:
     """Return the strategy that ``init`` has made, with which a script can move to UniTrain line by line."""
-    return _joined().strategy
+    if _strategy is None:
+        raise ValueError(sets.NOT_INITIALIZED)
+    return _strategy
 
 
 def rank() -> int:
@@ -148,19 +118,24 @@ def local_size() -> int:
     return strategy().launch.local_world_size
 
 
+def _hosts() -> list[int]:
+    """Return the hosts that have a process of this local rank."""
+    return sorted(node for node, local, _ in _places if local == local_rank())
+
+
 def cross_rank() -> int:
     """Return the rank of this process's host among those that have a process of this local rank."""
-    return _joined().cross_rank
+    return _hosts().index(_places[rank()][0])
 
 
 def cross_size() -> int:
     """Return the number of hosts that have a process of this local rank."""
-    return _joined().cross_size
+    return len(_hosts())
 
 
 def is_homogeneous() -> bool:
     """Return whether all hosts have the same number of processes."""
-    return _joined().homogeneous
+    return len({size for *_, size in _places}) == 1
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
@@ -169,7 +144,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
     Raises:
         UsageError: always.
     """
-    raise UsageError(f"hvd.start_timeline is not supported: {_TIMELINE}.")
+    raise UsageError("hvd.start_timeline is not supported: no timeline is recorded here. Use torch.profiler.")
 
 
 def stop_timeline() -> None:
@@ -181,10 +156,7 @@ def mpi_built() -> bool:
     return False
 
 
-mpi_enabled = mpi_built
-mpi_threads_supported = mpi_built
-ddl_built = mpi_built
-ccl_built = mpi_built
+mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = mpi_built
 
 
 def gloo_built() -> bool:

@@ -138,7 +138,7 @@ class LocalSGD(Feature, Replicas):
             self._reducer = GradientReducer(
                 self._shared,
                 self._communicator.collectives,
-                armed=lambda: False,  # no backward: the gradients of shared weights are set by hand
+                armed=lambda parameter: False,  # no backward: the gradients of shared weights are set by hand
                 name="local steps",
                 wire_dtype=self._wire_dtype,
             )

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -21,7 +20,7 @@ from unitrain.training.models.batch_norm import GlobalBatchNorm, is_unsynchronis
 from unitrain.training.models.passes import ModulePass
 
 if TYPE_CHECKING:
-    from unitrain.features.sync_batchnorm.ops import BatchStatistics, LayerContext
+    from unitrain.features.sync_batchnorm.ops import LayerContext
 
 
 class SyncBatchNorm(GlobalBatchNorm):
@@ -43,20 +42,9 @@ class SyncBatchNorm(GlobalBatchNorm):
         output: Tensor
         output, statistics = self.ranks.normalise(input, self.weight, self.bias, self.eps, self.sync_name)
         if self.track_running_stats:
-            self._update_running(statistics)
+            mean, variance, total, _ = statistics
+            self.update_running(mean, variance, total)
         return output
-
-    @torch.no_grad()
-    def _update_running(self, statistics: BatchStatistics) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        momentum = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.double()
-        mean, variance, total, _ = statistics
-        # Bessel's correction, as in torch's running variance.
-        unbiased = variance * (total / (total - 1).clamp(min=1))
-        self.running_mean.add_(momentum * (mean.to(self.running_mean.dtype) - self.running_mean))
-        self.running_var.add_(momentum * (unbiased.to(self.running_var.dtype) - self.running_var))
 
 
 class _OfAnyDimension(SyncBatchNorm):

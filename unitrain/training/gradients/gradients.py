@@ -47,7 +47,7 @@ class _Bucket:
         self.wire: Tensor | None = None
         self.wait: Wait | None = None
 
-    def launch(self, collectives: Collectives, wire_dtype: torch.dtype | None, divisor: int) -> None:
+    def launch(self, collectives: Collectives, wire_dtype: torch.dtype | None, divisor: float) -> None:
         """Start to reduce the bucket, with zeros for missing gradients. From then on, each ``grad`` is a view of it."""
         self.launched = True
         self.locally_unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
@@ -91,7 +91,7 @@ class GradientReducer:
     Args:
         parameters: in the order of registration; backward computes their gradients in roughly the reverse order.
         collectives: sum the buckets, on their device; that of a bucket may be another.
-        armed: returns whether the running backward communicates.
+        armed: returns whether the running backward communicates, given a parameter with a gradient.
         name: prefix of the buckets' names, the same on all ranks.
         bucket_mb: size in MiB at which a bucket is complete.
         wire_dtype: reduce in this dtype (lossy) instead of the gradients' own.
@@ -108,11 +108,11 @@ class GradientReducer:
         parameters: Sequence[Parameter],
         collectives: Collectives,
         *,
-        armed: Callable[[], bool],
+        armed: Callable[[Tensor], bool],
         name: str,
         bucket_mb: float = 25.0,
         wire_dtype: torch.dtype | None = None,
-        divisor: int = 1,
+        divisor: float = 1,
     ) -> None:
         self._collectives = collectives
         self._armed = armed
@@ -135,7 +135,7 @@ class GradientReducer:
         """Return a hook that is called with a parameter of the bucket once its gradient has been accumulated."""
 
         def gradient_is_ready(parameter: Tensor) -> None:
-            if not self._armed():
+            if not self._armed(parameter):
                 return
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise UsageError(

@@ -222,7 +222,7 @@ class GradientAveraging(Averaging):
         reducer = GradientReducer(
             parameters,
             self._collectives,
-            armed=lambda: self.armed,
+            armed=lambda parameter: self.armed,
             name=f"gradients.{next(self._numbers)}",
             wire_dtype=self._wire_dtype,
             divisor=self.unit,

@@ -19,6 +19,24 @@ _IGNORES = "unitrain_ignores_stand_ins"  # an attribute of layers
 class GlobalBatchNorm(_BatchNorm):
     """Base class of BatchNorm layers whose running statistics are the same on all ranks, and leave stand-ins out."""
 
+    @torch.no_grad()
+    def update_running(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+        """Update the running statistics, if there are any.
+
+        Args:
+            mean: of each channel, over the rows of all ranks.
+            variance: likewise, without Bessel's correction.
+            total: the number of these rows.
+        """
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.double()
+        # Bessel's correction, as in torch's running variance.
+        unbiased = variance * (total / (total - 1).clamp(min=1))
+        self.running_mean.add_(momentum * (mean.to(self.running_mean.dtype) - self.running_mean))
+        self.running_var.add_(momentum * (unbiased.to(self.running_var.dtype) - self.running_var))
+
 
 def has_statistics(layer: nn.Module) -> bool:
     """Return whether a layer is one that may have running statistics: BatchNorm or InstanceNorm."""
