@@ -77,7 +77,8 @@ def test_what_heartbeats_show(three: Endpoint) -> None:
     found = samples(three)
     assert found["ranks",] == 3
     assert found["step", "0"] == 178
-    assert (found["waiting", "0"], found["waiting", "1"]) == (1, 1)
+    assert found["seconds_per_step", "0"] == pytest.approx(0.5)
+    assert (found["waiting_ratio", "0"], found["waiting_ratio", "1"]) == pytest.approx((1, 0.5))
     assert 11 <= found["heartbeat_age_seconds", "0"] < 11 + DEADLINE_S
     assert found["resident_memory_bytes", "0"] == 1000
     assert found["phase", "step", "1"] == 1
@@ -85,8 +86,21 @@ def test_what_heartbeats_show(three: Endpoint) -> None:
     three.observe(1, beat(loads=True), now)
     assert samples(three)["phase", "data", "1"] == 1
     three.observe(1, beat(), now)
-    found = samples(three)
-    assert (found["phase", USER_CODE, "1"], found["waiting", "1"]) == (1, 0)
+    assert samples(three)["phase", USER_CODE, "1"] == 1
+
+
+def test_a_step_of_minutes_and_a_resumed_run(three: Endpoint) -> None:
+    for second in range(200):
+        three.observe(0, Heartbeat("step", 5000 + second // 60, 0.0, trained=(second // 60, 0)), float(second))
+    assert samples(three)["seconds_per_step", "0"] == 60
+
+
+@pytest.mark.parametrize(("waits", "slowest"), [((0.9, 0.9, 0.3), 2), ((0.5, 0.4, 0.45), None), ((0, 0, 0), None)])
+def test_the_rank_that_the_others_wait_for(three: Endpoint, waits: tuple[float, ...], slowest: int | None) -> None:
+    for second in range(60):
+        for rank, share in enumerate(waits):
+            three.observe(rank, beat("step" if second % 10 < 10 * share else USER_CODE, second), float(second))
+    assert samples(three).get(("slowest_rank",)) == slowest
 
 
 def test_what_the_script_logs(three: Endpoint) -> None:

@@ -6,11 +6,15 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from statistics import median
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
 from unitrain import call_site
@@ -24,12 +28,34 @@ from unitrain.pulse import Pulse
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
 
+# How many heartbeats averages are over.
+_STEPS_OVER, _WAITS_OVER = 8, 60
+# How much less of the time than the median rank a rank waits if the others wait for it. By chance it is seldom 0.15.
+_SLOWER = 0.2
 _OF_RANKS = {
     "step": "Optimizer steps of the run so far.",
-    "waiting": "1 within a step, or another call that waits for other ranks, else 0.",
+    "seconds_per_step": "Seconds that a step takes, over the latest heartbeats.",
+    "waiting_ratio": "Share of the latest heartbeats that came from within a step, or another call that waits.",
     "heartbeat_age_seconds": "Seconds since the last heartbeat.",
     "resident_memory_bytes": "Host memory of the process.",
 }
+
+
+@dataclass
+class _Rank:
+    """A rank that has sent heartbeats: the last and when it came, their number, the steps that they showed."""
+
+    beat: Heartbeat
+    heard_at: float
+    beats: int = 0
+    waits: float = 0.0
+    steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_OVER))
+
+    def values(self, now: float) -> tuple[float | None, ...]:
+        """Return the values of ``_OF_RANKS``."""
+        (first, began), (last, ended) = self.steps[0], self.steps[-1]
+        step_s = (ended - began) / (last - first) if last > first else None
+        return self.beat.step, step_s, self.waits, now - self.heard_at, self.beat.memory
 
 
 class Endpoint(Feature):
@@ -46,7 +72,7 @@ class Endpoint(Feature):
     def __init__(self, host: str, port: int) -> None:
         self._host = host
         self.port: int = port
-        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # the last heartbeat of each rank, and when it came
+        self._ranks: dict[int, _Rank] = {}
         self._logged: dict[str, float] = {}
 
     def plug_in(self, sockets: Sockets) -> None:
@@ -88,8 +114,13 @@ class Endpoint(Feature):
         print_stderr(f"unitrain: metrics at http://{self._host}:{self.port}/metrics, on {self._host_name}")
 
     def observe(self, rank: int, beat: Heartbeat, now: float) -> None:
-        """Record a heartbeat."""
-        self._heard[rank] = beat, now
+        """Record a heartbeat. The work does not grow with the number of ranks."""
+        record = self._ranks.setdefault(rank, _Rank(beat, now))
+        record.beat, record.heard_at, record.beats = beat, now, record.beats + 1
+        # A moving average, so that the work and the memory are the same however long the job runs.
+        record.waits += (beat.waits - record.waits) / min(record.beats, _WAITS_OVER)
+        if not record.steps or record.steps[-1][0] != beat.trained[0]:
+            record.steps.append((beat.trained[0], now))
 
     def logged(self, metrics: Mapping[str, float]) -> None:
         """Serve the metrics that the script logs."""
@@ -100,18 +131,26 @@ class Endpoint(Feature):
         """Yield all metrics, for prometheus_client."""
         now = time.monotonic()
         if len(self._members) == 1:
-            memory, loads = resident_memory(), call_site.is_loading(self._script_thread)
-            self.observe(0, Heartbeat(self._pulse.phase, self._pulse.step, 0.0, memory=memory, loads=loads), now)
+            pulse, use = self._pulse, (resident_memory(), call_site.is_loading(self._script_thread))
+            self.observe(0, Heartbeat(pulse.phase, pulse.step, 0.0, "", 0.0, (pulse.step, 0), *use), now)
+        yield InfoMetricFamily("unitrain_job", "The job.", {"host": self._host_name, "version": version("unitrain")})
         yield GaugeMetricFamily("unitrain_ranks", "Number of ranks.", len(self._members))
         labels = ("rank", "host")
         families = [GaugeMetricFamily(f"unitrain_{name}", text, labels=labels) for name, text in _OF_RANKS.items()]
         phases = GaugeMetricFamily("unitrain_phase", "1, with what the rank does.", labels=(*labels, "phase"))
-        for rank, (beat, heard_at) in sorted(self._heard.copy().items()):
+        ranks = sorted(self._ranks.copy().items())
+        for rank, record in ranks:
             label = (str(rank), self._members[rank].host)
-            for family, value in zip(families, (beat.step, beat.waits, now - heard_at, beat.memory), strict=True):
-                family.add_metric(label, value)
+            for family, value in zip(families, record.values(now), strict=True):
+                if value is not None:
+                    family.add_metric(label, value)
+            beat = record.beat
             phases.add_metric((*label, "data" if beat.loads and not beat.waits else beat.phase), 1)
         yield from (*families, phases)
+        least, slowest = min(((record.waits, rank) for rank, record in ranks), default=(1.0, 0))
+        # The rank that the others wait for is the one that waits least itself.
+        if least < median([record.waits for _, record in ranks] or [0.0]) - _SLOWER:
+            yield GaugeMetricFamily("unitrain_slowest_rank", "Number of the rank that the others wait for.", slowest)
         logged = GaugeMetricFamily("unitrain_logged", "Latest value that the script has logged.", labels=("name",))
         for name, number in self._logged.items():
             logged.add_metric((name,), number)
