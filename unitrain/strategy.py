@@ -624,6 +624,8 @@ class Strategy:
         if self._job.watch is not None:
             self._job.watch.before_restart(checkpoint.folder.release)
         features.attach(checkpoint, self._sockets)
+        for opened in self._hooks.at_folder:
+            opened(folder)
         return checkpoint
 
     def trial(self, name: str, seed: int | None = None) -> AbstractContextManager[Trial]:

@@ -28,7 +28,7 @@ _COMMANDS = {
     "run": "run a command, forward signals to its ranks so that they stop with a checkpoint, and restart it on failure",
     "verify": "train with every launcher and backend found here, and compare each with a plain loop on one device",
 }
-"""What each command does."""
+"""What each command of the core does. Features add others, in modules ``command``."""
 _MODULES = {
     "doctor": "doctor.command",
     "horovod": "horovod.script",
@@ -79,11 +79,25 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unitrain", description="One PyTorch training script, under every launcher.")
     parser.add_argument("--version", action="version", version=f"unitrain {version('unitrain')}")
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
-    for name, summary in _COMMANDS.items():
+    for name, (summary, module) in sorted(_commands(argv).items()):
         command = commands.add_parser(name, help=summary, description=sentence(summary))
         if argv[:1] == [name]:  # the others are not imported, so that --help starts faster
-            import_module(f"unitrain.commands.{_MODULES.get(name, name)}").add_arguments(command)
+            import_module(module).add_arguments(command)
     return parser
+
+
+def _commands(argv: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the summary and the module of each command; without the features' if ``argv`` calls one of the core.
+
+    Args:
+        argv: the arguments of the command line.
+    """
+    commands = {name: (summary, f"unitrain.commands.{_MODULES.get(name, name)}") for name, summary in _COMMANDS.items()}
+    if not commands.keys() & set(argv[:1]):
+        from unitrain import features  # imports pydantic, which few commands need
+
+        commands |= {module.NAME: (module.SUMMARY, module.__name__) for module in features.commands()}
+    return commands
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ that settings are read without it.
 - ``make(config)``: returns the ``unitrain.Feature`` that is added to the run, if the feature is turned on.
 - ``attach(checkpoint, sockets)``: adds hooks to a checkpoint that was opened. Called if the feature is turned on.
 
+If it has a module ``command``, this is a command of ``unitrain``: ``NAME``, ``SUMMARY``, a clause for its help, and
+``add_arguments(parser)``, as in ``unitrain.commands``.
 A function that scripts call as ``unitrain.NAME`` is in a file ``NAME.py`` of the feature's folder.
 """
 
@@ -29,6 +31,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,8 +71,17 @@ class Exclusion(NamedTuple):
 @cache
 def modules() -> tuple[ModuleType, ...]:
     """Return the packages of all features, in alphabetical order."""
-    names = [entry.name for entry in pkgutil.iter_modules(__path__) if entry.ispkg]
-    return tuple(import_module(f"{__name__}.{name}") for name in names)
+    return tuple(import_module(f"{__name__}.{name}") for name in _names())
+
+
+def _names() -> list[str]:
+    return [entry.name for entry in pkgutil.iter_modules(__path__) if entry.ispkg]
+
+
+def commands() -> list[Any]:
+    """Return the modules of commands that features add. Other features are not imported: most import torch."""
+    having = [name for name in _names() if any(Path(folder, name, "command.py").exists() for folder in __path__)]
+    return [import_module(f"{__name__}.{name}.command") for name in having]
 
 
 def settings() -> list[type[Section]]:

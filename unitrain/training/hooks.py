@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -78,6 +79,9 @@ class StepHook:
     def at_close(self) -> None:
         """The run or the trial is over, after ``at_end`` or an error. Not collective: other ranks may have failed."""
 
+    def at_folder(self, folder: str | Path) -> None:
+        """The run writes results to this folder from now on: a path or a URL."""
+
     def logged(self, metrics: Mapping[str, float]) -> None:
         """The script logs metrics. Called on rank 0."""
 
@@ -109,6 +113,7 @@ class Hooks:
     at_evaluation: list[Callable[[], None]]
     at_end: list[Callable[[], None]]
     at_close: list[Callable[[], None]]
+    at_folder: list[Callable[[str | Path], None]]
     logged: list[Callable[[Mapping[str, float]], None]]
     batches: list[Callable[[Batches], Batches]]
 

@@ -1,29 +1,42 @@
-"""What ``metrics.port`` serves of heartbeats, a job and what a script logs."""
+"""What ``metrics.port`` serves of heartbeats, a job and what a script logs, and what ``unitrain top`` shows of it."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import math
 import multiprocessing
+import os
+import pty
+import re
 import signal
+import socket
+import struct
+import subprocess
 import sys
+import termios
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 import torch
 from plain_loop import model_of
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 from ranks import run_ranks
+from rich.console import Console
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
 
 import unitrain
 from unitrain import ConfigError, call_site
+from unitrain.commands.cli import main
+from unitrain.features.metrics_endpoint import FILE
 from unitrain.features.metrics_endpoint.endpoint import Endpoint
+from unitrain.features.metrics_endpoint.view import View, find
 from unitrain.features.trackers import Trackers
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.messages import Heartbeat
@@ -45,20 +58,9 @@ def three() -> Iterator[Endpoint]:
     endpoint.at_close()
 
 
-def served(port: int) -> dict[tuple[str, ...], float]:
-    """Return what a port serves."""
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S) as answer:
-        return by_name(text_string_to_metric_families(answer.read().decode()))
-
-
-def samples(endpoint: Endpoint) -> dict[tuple[str, ...], float]:
-    """Return what an endpoint would serve."""
-    return by_name(endpoint.collect())
-
-
-def by_name(families: Iterable[Metric]) -> dict[tuple[str, ...], float]:
+def samples(collector: Endpoint) -> dict[tuple[str, ...], float]:
     """Return all samples by name and labels, without the host."""
-    found = [sample for family in families for sample in family.samples]
+    found = [sample for family in collector.collect() for sample in family.samples]
     labels = [[value for name, value in sorted(sample.labels.items()) if name != "host"] for sample in found]
     return {
         (sample.name.removeprefix("unitrain_"), *its): sample.value for sample, its in zip(found, labels, strict=True)
@@ -125,31 +127,33 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
         child.join()
 
 
-def in_a_job() -> dict[tuple[str, ...], float]:
-    """Train and log, and return what is served once all ranks are seen after step 3."""
+def in_a_job(folder: Path) -> list[int]:
+    """Train and log, and return the ranks that are seen after step 3."""
     with unitrain.init(device="cpu", metrics={"port": 0}) as strategy:
         model, optimizer = strategy.prepare(module := model_of().float(), SGD(module.parameters(), lr=0.1))
-        trackers = strategy.add(Trackers([], "runs"))
+        strategy.checkpoint(folder / "checkpoints", model=model, optimizer=optimizer)
+        trackers = strategy.add(Trackers([], folder))
         for step in range(3):
             loss = model(torch.ones(1, 4) * step + strategy.rank).square().mean()
             strategy.step(loss, optimizer)
         trackers.log({"loss": loss}, strategy.global_step)
-        found: dict[tuple[str, ...], float] = {}
+        view = View(*find(str(folder))) if strategy.is_main else None
         deadline = time.monotonic() + DEADLINE_S
-        steps = [("step", str(rank)) for rank in range(strategy.world_size)]
-        for endpoint in (hook for hook in strategy._hooks if isinstance(hook, Endpoint)):
-            while [found.get(step) for step in steps] != [3] * strategy.world_size:
-                assert time.monotonic() < deadline
-                found = served(endpoint.port)
+        while view is not None and [r["step"] for r in view.ranks.values()] != [3] * strategy.world_size:
+            assert time.monotonic() < deadline
+            view.ask()
+        if view is not None:
+            assert view.values[" loss"] >= 0
+            assert all(rank["resident_memory_bytes"] > 2**20 for rank in view.ranks.values())
+            assert json.loads((folder / FILE).read_text()) == json.loads((folder / "checkpoints" / FILE).read_text())
         strategy.barrier()
-    return found
+    return sorted(view.ranks) if view else []
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
-def test_a_job(nprocs: int) -> None:
-    found = run_ranks(in_a_job, nprocs=nprocs)[0]
-    assert found["logged", "loss"] >= 0
-    assert all(found["resident_memory_bytes", str(rank)] > 2**20 for rank in range(nprocs))
+def test_a_job(nprocs: int, tmp_path: Path) -> None:
+    assert run_ranks(in_a_job, tmp_path, nprocs=nprocs)[0] == list(range(nprocs))
+    assert not list(tmp_path.rglob(FILE))
 
 
 def test_without_the_library_no_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,3 +184,161 @@ def test_what_counts_as_loading() -> None:
             for seen in loader:
                 assert seen.item()
                 assert not call_site.is_loading(threading.main_thread().ident or 0)
+
+
+RANKS = 300
+SILENT, SLOW = 77, 205
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Endpoint]:
+    """A job of 300 ranks: rank 77 is silent, and the others wait for rank 205."""
+    made = opened(RANKS)
+    now = time.monotonic() - 100
+    for second in range(100):
+        for rank in range(RANKS):
+            if rank != SILENT or second < 50:
+                phase = USER_CODE if rank == SLOW else "step"
+                made.observe(rank, beat(phase, second, memory=2 * 10**9), now + second)
+    made.logged({"loss": 0.25})
+    yield made
+    made.at_close()
+
+
+def test_once(endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoint.at_folder(tmp_path / "checkpoints")
+    for target in (f"127.0.0.1:{endpoint.port}", str(tmp_path / "checkpoints"), str(tmp_path)):
+        assert main(["top", "--once", target]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split("   ") == ["step 199", "ranks: 300", "hosts: 38", f"the others wait for rank {SLOW}"]
+        assert lines[2].split() == ["rank", "host", "step", "s/step", "in", "waits", "memory", "heard"]
+        assert re.fullmatch(r" *0  node0 +199 +1  step +100% +2.0 GB +\d+ s ago *", lines[3])
+        assert len([line for line in lines if " s ago" in line]) == RANKS
+        assert re.search(r"^loss +0.25$", "\n".join(lines), re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_of_many_ranks_those_that_matter_are_shown(endpoint: Endpoint, width: int) -> None:
+    view = View("127.0.0.1", endpoint.port)
+    for _ in range(3):
+        view.ask()
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(view.shown(24))
+    lines = captured.get().splitlines()
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines if line.rstrip().endswith("s ago")][:2] == [str(SILENT), str(SLOW)]
+    assert "17 shown" in lines[0]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *targets: str) -> str:
+    assert main(["top", *targets]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    return line.removeprefix("unitrain top: ")
+
+
+def announced(folder: Path, **changed: object) -> str:
+    """Leave the address of a job that has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    found = {"address": "127.0.0.1", "port": port, "id": "a", "host": socket.gethostname(), **changed}
+    (folder / FILE).write_text(json.dumps(found))
+    return str(folder)
+
+
+@pytest.mark.parametrize("target", ["runs/none", "host", ":9400", "host:", "host:65536", "s3://bucket/run"])
+def test_a_target_that_is_none(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, target) == f"{target} is neither the folder of a run nor HOST:PORT."
+
+
+def test_a_folder_without_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such file or directory" in refused(capsys, str(tmp_path))
+    for text in ("{", "[]", "{}", '{"address": "a", "port": "b", "host": "c"}'):
+        (tmp_path / FILE).write_text(text)
+        assert "does a job with metrics.port run in" in refused(capsys, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {},
+            r"no job answers at 127.0.0.1, port \d+, the address in .* \(Connection refused\).*was killed",
+        ),
+        ({"port": None}, "another job answers at"),
+        (
+            {"host": "node1", "port": 9400},
+            r"runs on node1.*ssh -N -L 9400:127.0.0.1:9400 node1 here, and .* localhost:9",
+        ),
+        (
+            {"host": "node1.invalid", "address": "0.0.0.0", "port": 9400},
+            "no job answers at node1.invalid, port 9400",
+        ),
+    ],
+    ids=["has ended", "another", "another host", "unknown host"],
+)
+def test_an_address_that_was_left(
+    endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], said: str
+) -> None:
+    changed = {name: value or endpoint.port for name, value in changed.items()}
+    assert re.search(said, refused(capsys, announced(tmp_path, **changed)))
+
+
+def test_another_service_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        said = refused(capsys, f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert said.startswith(f"no job answers at 127.0.0.1, port {server.server_port} (")
+
+
+def test_without_the_library(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)  # as if it were not installed
+    assert main(["top", "host:1"]) == 2
+    assert 'pip install "unitrain[metrics]"' in capsys.readouterr().err
+
+
+def in_terminal(target: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the live view in a terminal of 80 columns, and return it and the terminal's other end."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environ = {**os.environ, "TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "unitrain.commands.cli", "top", target]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    return process, ours
+
+
+def read_until(terminal: int, text: str) -> str:
+    """Return what is written to a terminal until a text comes, or all of it."""
+    seen = ""
+    with suppress(OSError):  # the other end has been closed
+        while text not in seen:
+            seen += os.read(terminal, 2**16).decode(errors="replace")
+    return seen
+
+
+def test_a_job_that_ends_meanwhile() -> None:
+    endpoint = opened(1)
+    process, terminal = in_terminal(f"127.0.0.1:{endpoint.port}")
+    assert "user code" in read_until(terminal, "s ago")
+    endpoint.at_close()
+    left = read_until(terminal, "\0")
+    assert process.wait(60) == 0
+    os.close(terminal)
+    assert "The job has ended, or can't be reached any more: no job answers at 127.0.0.1" in left
+    assert "user code" in left.rpartition("\x1b[?1049l")[2], "the last state stays in the terminal"
+
+
+def test_ctrl_c_ends_it(endpoint: Endpoint) -> None:
+    process, terminal = in_terminal(f"127.0.0.1:{endpoint.port}")
+    read_until(terminal, "s ago")
+    process.send_signal(signal.SIGINT)
+    read_until(terminal, "\0")
+    assert process.wait(60) == 0
+    os.close(terminal)

@@ -1,4 +1,4 @@
-"""Metrics of a running job, which rank 0 serves to Prometheus."""
+"""Metrics of a running job, which rank 0 serves to Prometheus and to ``unitrain top``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from unitrain.training.feature import Feature
 
 SETTING = "metrics.port"
+FILE = "metrics_endpoint.json"
+"""The file with the address, in folders of the run."""
 
 
 class MetricsSettings(Section):
-    """Metrics of the job, which rank 0 serves for Prometheus."""
+    """Metrics of the job, which rank 0 serves for Prometheus and unitrain top."""
 
     port: Annotated[int, Field(ge=0, lt=2**16)] | None = None
-    """Port at which rank 0 serves metrics of the job, for Prometheus; 0: any free one; null: none."""
+    """Port at which rank 0 serves metrics of the job, for Prometheus and unitrain top; 0: any free one; null: none."""
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address at which it listens; 0.0.0.0: on all of its host's."""
 

@@ -1,17 +1,24 @@
-"""The endpoint for Prometheus: the state of the ranks by their heartbeats, and the metrics that the script logs."""
+"""Rank 0's endpoint of OpenMetrics: the state of the ranks by their heartbeats, and the metrics that the script logs.
+
+Prometheus and ``unitrain top`` read it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 from typing import Any, cast
+from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
@@ -19,6 +26,7 @@ from prometheus_client.registry import Collector
 
 from unitrain import call_site
 from unitrain.errors import ConfigError
+from unitrain.features.metrics_endpoint import FILE
 from unitrain.job.job import current
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.link import close_in_children
@@ -27,6 +35,7 @@ from unitrain.process import print_stderr, resident_memory
 from unitrain.pulse import Pulse
 from unitrain.training.feature import Feature
 from unitrain.training.loop.sockets import Sockets
+from unitrain.url import parsed
 
 # How many heartbeats averages are over.
 _STEPS_OVER, _WAITS_OVER = 8, 60
@@ -74,6 +83,7 @@ class Endpoint(Feature):
         self.port: int = port
         self._ranks: dict[int, _Rank] = {}
         self._logged: dict[str, float] = {}
+        self._files: list[Path] = []
 
     def plug_in(self, sockets: Sockets) -> None:
         """Open the endpoint. Collective.
@@ -98,7 +108,7 @@ class Endpoint(Feature):
             pulse: what this process is doing, since there are no heartbeats in a world of one.
         """
         self._members, self._pulse, self._script_thread = members, pulse, threading.get_ident()
-        self._host_name = socket.gethostname()
+        self._about = {"id": uuid4().hex, "host": socket.gethostname(), "version": version("unitrain")}
         # Without auto_describe, which would collect at once, from ranks that have sent nothing.
         registry = CollectorRegistry(auto_describe=False)
         registry.register(cast(Collector, self))
@@ -106,12 +116,13 @@ class Endpoint(Feature):
             self._server, _ = start_http_server(self.port, self._host, registry)
         except OSError as error:
             raise ConfigError(
-                f"rank 0 can't serve metrics at {self._host}, port {self.port}, on {self._host_name}: "
+                f"rank 0 can't serve metrics at {self._host}, port {self.port}, on {self._about['host']}: "
                 f"{error.strerror}. Set metrics.port to 0 for any free port, or metrics.host to an address of its host."
             ) from error
         close_in_children(self._server.socket)  # a worker that outlives this process would keep the port
         self.port = self._server.server_port
-        print_stderr(f"unitrain: metrics at http://{self._host}:{self.port}/metrics, on {self._host_name}")
+        self._text = json.dumps({"address": self._host, "port": self.port, **self._about})
+        print_stderr(f"unitrain: metrics at http://{self._host}:{self.port}/metrics, on {self._about['host']}")
 
     def observe(self, rank: int, beat: Heartbeat, now: float) -> None:
         """Record a heartbeat. The work does not grow with the number of ranks."""
@@ -133,7 +144,7 @@ class Endpoint(Feature):
         if len(self._members) == 1:
             pulse, use = self._pulse, (resident_memory(), call_site.is_loading(self._script_thread))
             self.observe(0, Heartbeat(pulse.phase, pulse.step, 0.0, "", 0.0, (pulse.step, 0), *use), now)
-        yield InfoMetricFamily("unitrain_job", "The job.", {"host": self._host_name, "version": version("unitrain")})
+        yield InfoMetricFamily("unitrain_job", "The job.", self._about)
         yield GaugeMetricFamily("unitrain_ranks", "Number of ranks.", len(self._members))
         labels = ("rank", "host")
         families = [GaugeMetricFamily(f"unitrain_{name}", text, labels=labels) for name, text in _OF_RANKS.items()]
@@ -156,7 +167,22 @@ class Endpoint(Feature):
             logged.add_metric((name,), number)
         yield logged
 
+    def at_folder(self, folder: str | Path) -> None:
+        """Leave the address in a folder of the run, unless it is a URL, until the endpoint is closed."""
+        where = parsed(folder)
+        if isinstance(where, Path):
+            try:
+                where.mkdir(parents=True, exist_ok=True)
+                (where / FILE).write_text(self._text, encoding="utf-8")
+                self._files.append(where / FILE)
+            except OSError as error:
+                print_stderr(f"unitrain: {where / FILE}, for unitrain top, can't be written: {error.strerror}.")
+
     def at_close(self) -> None:
-        """Close the port."""
+        """Close the port, and remove the address from the folders."""
+        for file in self._files:
+            with suppress(OSError):
+                if file.read_text(encoding="utf-8") == self._text:  # and not a later job's
+                    file.unlink()
         self._server.shutdown()
         self._server.server_close()

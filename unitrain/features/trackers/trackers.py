@@ -75,6 +75,8 @@ class Trackers(Feature):
         communicator, self._hooks = sockets.communicator, sockets.hooks
         pulse = communicator.collectives.pulse
         self._is_main = communicator.is_main
+        for opened in sockets.hooks.at_folder:
+            opened(self._folder)
         with pulse.within("starting the trackers"):
             communicator.on_main(lambda: self._start(max(pulse.step, 0)))
         if self._workers:
