@@ -222,7 +222,7 @@ def trained_with_a_weight_of_zero() -> list[list[Tensor]]:
     return ends
 
 
-def test_a_weight_of_zero_on_the_device_leaves_the_batch_out() -> None:
+def test_a_weight_of_zero_that_only_the_device_knows_leaves_the_batch_out() -> None:
     [(with_it, without)] = run(trained_with_a_weight_of_zero)
     torch.testing.assert_close(with_it, without, rtol=0, atol=0)
 

@@ -16,7 +16,7 @@ from torch.autograd import backward
 
 from unitrain.errors import UsageError
 from unitrain.training.loop.parts import run_parts
-from unitrain.training.windows.weights import Losses, LossScale, Weights
+from unitrain.training.windows.weights import Losses, LossScale, Weight, Weights
 from unitrain.training.windows.window import Window
 
 # By a part of torch's error, which says what autograd lacks, but not which line of the script is wrong.
@@ -104,7 +104,7 @@ class Backward:
         inputs: Sequence[Tensor] | None,
         loss: Tensor,
         start: Tensor | None,
-        weight: float,
+        weight: Weight,
         keep_graph: bool = False,
     ) -> None:
         """Run the backward of one loss, such that its gradients show whether it is finite.
@@ -117,6 +117,12 @@ class Backward:
             weight: of the loss; with 0, it has no effect, even if it is NaN.
             keep_graph: whether another backward goes through the same graph.
         """
+        if isinstance(weight, Tensor):
+            if not weight.is_cpu:  # the host does not wait to read it, so the device decides about zeros
+                with _replaced(windows, partial(_zero_unless_weighted, weight=weight)):
+                    self._run_unread(windows, inputs, loss, start, keep_graph)
+                return
+            weight = weight.item()
         if weight and self._on_host and math.isfinite(loss.item()):  # the usual case
             backward(loss, start, keep_graph, inputs=inputs)
         elif not weight:
@@ -124,15 +130,27 @@ class Backward:
             with _replaced(windows, torch.zeros_like):
                 backward(loss, start, keep_graph, inputs=inputs)
         elif not self._on_host:
-            for window in windows:
-                window.evidence.add_loss(loss.detach())
-            backward(loss, start, keep_graph, inputs=inputs)
+            self._run_unread(windows, inputs, loss, start, keep_graph)
         else:
             # The gradient alone may not show it: if all labels are ignored, the loss is NaN and its gradient 0.
             for window in windows:
                 window.evidence.refuse_loss()
             with _replaced(windows, partial(torch.full_like, fill_value=math.nan)):
                 backward(loss, start, keep_graph, inputs=inputs)
+
+    def _run_unread(
+        self,
+        windows: Sequence[Window],
+        inputs: Sequence[Tensor] | None,
+        loss: Tensor,
+        start: Tensor | None,
+        keep_graph: bool,
+    ) -> None:
+        """Run the backward of a loss on a GPU, which the host does not wait for."""
+        weighed = loss.detach() if start is None else torch.where(start == 0, 0.0, loss.detach())
+        for window in windows:
+            window.evidence.add_loss(weighed)
+        backward(loss, start, keep_graph, inputs=inputs)
 
 
 @contextmanager
@@ -148,6 +166,11 @@ def _replaced(windows: Sequence[Window], make: Callable[[Tensor], Tensor]) -> It
                 if p.requires_grad:
                     stack.enter_context(window.evidence.leaf(p).register_hook(make))  # type: ignore[no-untyped-call]
         yield
+
+
+def _zero_unless_weighted(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return zeros if the weight is 0: a product with it would keep NaN."""
+    return torch.where(weight.to(gradient.device) == 0, torch.zeros_like(gradient), gradient)
 
 
 def _refuse_reentrant_checkpointing(loss: Tensor) -> None:

@@ -7,6 +7,7 @@ Before it, within an accumulation window, each loss has a separate backward, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unitrain.errors import UsageError
-from unitrain.training.windows.weights import Losses, LossScale, Weights
+from unitrain.training.windows.weights import Losses, LossScale, Weight, Weights
 from unitrain.training.windows.window import Window
 
 _LAST = 8  # operations of a loss, among which a mean divides
@@ -53,27 +54,34 @@ def run_parts(
         raise UsageError("several losses for several optimizers need accumulation windows that begin together.")
     for window in windows:
         window.put_back()
-    shares = windows[0].total.shares(weights.as_tensor(losses.weights))
-    # The last share is that of the checksum. Where all backwards passed the same one, it is 1 over their number.
-    if abs(shares[-1].item() * weights.backwards(windows[0].micro_batches + 1) - 1) >= 1e-12:
+    shares = windows[0].total.shares(weights.vector(losses.weights))
+    # The last share is that of the checksum. Where all backwards passed the same one, it is 1 over their number. On a
+    # GPU, which the host does not wait for, NaN makes all gradients non-finite instead of the error.
+    agree = (shares[-1] * weights.backwards(windows[0].micro_batches + 1) - 1).abs() < 1e-12
+    if agree.is_cpu and not agree:
         raise UsageError(
             "the ranks, or the micro-batches of a window, pass different losses (by number or by name): pass all of "
             "them in each step, with weight 0 where there is nothing."
         )
-    loss = _weighted_mean(losses, shares)
-    run(loss, scale.start(loss, 1.0), float(any(losses.weights[: len(each)])))
+    loss = _weighted_mean(losses, torch.where(agree, shares, math.nan))
+    run(loss, scale.start(loss, 1.0), 0.0 if all(map(_is_zero, losses.weights[: len(each)])) else 1.0)
 
 
 def _weighted_mean(losses: Losses, shares: Tensor) -> Tensor:
     """Return the sum of losses, each times its share. With weight 0, the loss and its gradient may be NaN."""
     total = torch.zeros((), device=losses.each[0].device)
     for loss, weight, share in zip(losses.each, losses.weights, shares, strict=False):
-        if not weight:
+        if _is_zero(weight) is not False:
             _let_zero_stay(loss)
         precise = loss.to(losses.each[0].device, torch.promote_types(loss.dtype, torch.float32))
         factor = share.to(precise.device, precise.dtype)
         total = total + torch.where(factor == 0, 0.0, precise) * factor
     return total
+
+
+def _is_zero(weight: Weight) -> bool | None:
+    """Return whether a weight is 0; None if it is on a GPU, which the host does not wait for."""
+    return None if isinstance(weight, Tensor) and not weight.is_cpu else not weight
 
 
 def _let_zero_stay(loss: Tensor) -> None:

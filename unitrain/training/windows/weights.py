@@ -28,8 +28,6 @@ ScriptLosses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """The losses that a script passes."""
 ScriptWeights = Weight | Sequence[Weight] | Mapping[str, Weight] | None
 """Their weights."""
-Weighed = float | Sequence[float]
-"""The weights of a backward: one, or one for each loss."""
 
 
 class Losses:
@@ -53,7 +51,7 @@ class Losses:
     __slots__ = ("batches", "each", "weights")
 
     def __init__(self, loss: Any, weight: Any = None, batch: Any = None) -> None:
-        self.weights: list[float] = []
+        self.weights: list[Weight] = []
         self.batches: Sequence[Any] = () if batch is None else _batch_of_each(loss, batch)
         if weight is None and isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
             self.each: list[Tensor] = [loss]  # the usual case, without a call
@@ -63,7 +61,7 @@ class Losses:
             return
         losses, weights, names = loss, weight, []
         if isinstance(weight, Tensor):
-            weights = weight.reshape(-1).tolist()
+            weights = weight.reshape(-1).unbind()
         elif weight is not None and not isinstance(weight, (Sequence, Mapping)):
             weights = [weight]
         if isinstance(loss, Tensor):
@@ -82,9 +80,7 @@ class Losses:
         # and notice the difference in its result.
         rest = [0.0] * (-len(losses) % _SAME_LENGTH) + [1.0 + crc32(repr([names, len(losses)]).encode())]
         self.each = [checked(loss) for loss in losses]
-        # A GPU is waited for, rather than have it decide for each gradient whether the weight is 0.
-        numbers = [each.item() if isinstance(each, Tensor) else each for each in weights]
-        self.weights = [*numbers, *(rest if len(losses) > 1 else ())]
+        self.weights = [*weights, *(rest if len(losses) > 1 else ())]
 
     def of_stand_in(self) -> Losses:
         """Return the same losses with weight 0."""
@@ -153,7 +149,7 @@ class Weights:
         # Without a loader, all batches are taken to have one size, so each has the same weight.
         self._uncounted = unit / (communicator.world_size * accumulate)
 
-    def weigh(self, losses: Losses, micro_batch: MicroBatch | None) -> tuple[Losses, Weighed | None, float]:
+    def weigh(self, losses: Losses, micro_batch: MicroBatch | None) -> tuple[Losses, Weight | None, float]:
         """Weigh the losses of a micro-batch. Not collective.
 
         Args:
@@ -161,8 +157,8 @@ class Weights:
             micro_batch: None without a loader.
 
         Returns:
-            The losses, with weight 0 if the micro-batch has no samples; the weight or weights that the script gives, or
-            None; and, without weights, the share of this rank's loss in the mean of its window.
+            The losses, with weight 0 if the micro-batch has no samples; the weight that the script gives, several as a
+            vector, or None; and, without weights, the share of this rank's loss in the mean of its window.
         """
         if not losses.weights:
             share = self._uncounted if micro_batch is None else micro_batch.count * self._of_sample / micro_batch.window
@@ -170,7 +166,11 @@ class Weights:
         if micro_batch is not None and not micro_batch.count:
             losses = losses.of_stand_in()
         weights = losses.weights
-        return losses, weights if len(weights) > 1 else weights[0], 1.0
+        return losses, self.vector(weights) if len(weights) > 1 else weights[0], 1.0
+
+    def vector(self, weights: Sequence[Weight]) -> Tensor:
+        """Return several weights as a vector."""
+        return torch.stack([self.as_tensor(weight) for weight in weights])
 
     def total(self, name: str) -> Total:
         """Return the sum of the weights of a window, which is empty yet.
@@ -184,10 +184,11 @@ class Weights:
         """Return the number of backwards in so many micro-batches, on all ranks, divided by ``unit``."""
         return self.communicator.world_size * micro_batches / self.unit
 
-    def as_tensor(self, weight: Weighed) -> Tensor:
-        """Return a weight, or several as a vector, as a new tensor on the device, without synchronising with a GPU."""
-        if isinstance(weight, Sequence):
-            return torch.stack([self.as_tensor(each) for each in weight])
+    def as_tensor(self, weight: Weight) -> Tensor:
+        """Return a weight as a new tensor on the device, without synchronising with a GPU if it is a float."""
+        if isinstance(weight, Tensor):
+            # A copy, since the ranks sum it in place.
+            return weight.detach().to(self._device, torch.float64, copy=True)
         return torch.full((), weight, dtype=torch.float64, device=self._device)
 
 
@@ -212,14 +213,14 @@ class Total:
         self._wait: Callable[[], None] | None = None
         self.kept.clear()
 
-    def add(self, weight: Weighed, *, last: bool) -> None:
-        """Add a weight, or several. The last one of a window begins the sum over the ranks."""
+    def add(self, weight: Weight, *, last: bool) -> None:
+        """Add a weight. The last one of a window begins the sum over the ranks."""
         added = self._weights.as_tensor(weight)
         self.weight = added if self.weight is None else self.weight + added
         if last:
             self._sum()
 
-    def shares(self, weight: float | Tensor) -> Tensor:
+    def shares(self, weight: Weight) -> Tensor:
         """Return a weight times ``unit``, divided by the total over all ranks, for which it waits. Collective.
 
         Args:
@@ -256,7 +257,7 @@ class LossScale:
         """Whether infinite gradients may only mean that the scale was too large."""
         return self.scaler is not None and self.scaler.get_scale() > 1.0
 
-    def start(self, loss: Tensor, weight: float) -> Tensor:
+    def start(self, loss: Tensor, weight: Weight) -> Tensor:
         """Return the gradient that a backward starts from, with the dtype and device of the loss.
 
         Args:
@@ -264,12 +265,16 @@ class LossScale:
             weight: of the loss in the mean of its window. Tensors of the usual weights are cached, since making one
                 takes as long as many operations of a small model.
         """
-        key = (weight, loss.dtype, loss.device)
-        start = self._starts.get(key)
-        if start is None:
-            if len(self._starts) >= _MOST_CACHED:  # batches of ever other sizes have ever other weights
-                self._starts.clear()
-            start = self._starts[key] = torch.full_like(loss, weight, requires_grad=False)
+        if isinstance(weight, Tensor):
+            start = weight.detach().to(loss.device, loss.dtype).reshape(())
+        else:
+            key = (weight, loss.dtype, loss.device)
+            cached = self._starts.get(key)
+            if cached is None:
+                if len(self._starts) >= _MOST_CACHED:  # batches of ever other sizes have ever other weights
+                    self._starts.clear()
+                cached = self._starts[key] = torch.full_like(loss, weight, requires_grad=False)
+            start = cached
         return start if self.scaler is None else self.scaler.scale(start)
 
     def unscale(self, optimizer: Optimizer, gradients: list[Tensor]) -> None:

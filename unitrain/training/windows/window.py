@@ -16,7 +16,7 @@ from unitrain.data.order.sharding import MicroBatch
 from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.training.gradients.evidence import Evidence
-from unitrain.training.windows.weights import Total, Weighed
+from unitrain.training.windows.weights import Total, Weight
 
 
 @dataclass(eq=False, slots=True)
@@ -103,12 +103,12 @@ class Window:
         """Whether something was accumulated."""
         return self.micro_batches > 0 or self.last is not None
 
-    def enter(self, micro_batch: MicroBatch | None, weight: Weighed | None, last: bool) -> None:
+    def enter(self, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
         """Add a loss of a micro-batch, which ends the window if ``last``. Its backward follows.
 
         Args:
             micro_batch: None without a loader.
-            weight: that the script gives; several as a list, or None.
+            weight: that the script gives; several as a vector, or None.
             last: whether the backward ends the window.
 
         Raises:
@@ -119,8 +119,7 @@ class Window:
         if self.micro_batches or self.last is not None:
             if (weight is None) != (self.total.weight is None):
                 raise UsageError("pass weight= to every backward of an accumulation window, or to none.")
-            losses = len(weight) if isinstance(weight, Sequence) else 1
-            if self.total.weight is not None and self.total.weight.numel() != losses:
+            if self.total.weight is not None and self.total.weight.shape != getattr(weight, "shape", ()):
                 raise UsageError("pass the same losses to every backward of an accumulation window.")
         self.micro_batch = micro_batch
         if weight is not None and self.last is None:
