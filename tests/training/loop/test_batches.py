@@ -187,6 +187,17 @@ def test_a_batch_that_is_left_out_later_is_not_taken_for_one_taken_ahead() -> No
                 break
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_batch_that_is_left_out_first_is_noticed_at_the_end(epochs: int) -> None:
+    noticed = pytest.warns(UserWarning, match="a batch more than step")
+    with noticed, started("single") as run:
+        loader = run.loader(2, samples=8)
+        for _ in range(epochs):
+            for number, batch in enumerate(loader):
+                if number:
+                    run.step(run.loss(batch))
+
+
 def test_a_run_can_be_stopped_again_after_the_last_batch_of_an_epoch_was_taken_ahead() -> None:
     with started("single") as run:
         batches = endless(run.loader(4))

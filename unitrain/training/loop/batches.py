@@ -5,7 +5,7 @@ the next batch before the step on this one (to copy it ahead), or batches of sev
 losses are taken to come in the order of the batches. If that could change the weight of a loss, it is refused, unless
 the script passes the batch. A script that has several open has as many from the first backward of an iteration on.
 Later, more than that many mean that the script has left out the first of them. One that was left out before looks like
-one taken ahead.
+one taken ahead, until the data end and no backward follows.
 
 With several loaders, a batch that a backward has closed may get its first loss later: the backward may have been for
 another loader's batch only. So until its loader yields the next one, it counts as one that a loss may be of.
@@ -29,7 +29,7 @@ from unitrain.pulse import ITERATION
 from unitrain.training.windows.weights import Losses
 
 Entry: TypeAlias = tuple[MicroBatch, Iteration]
-_MOST_OPEN = 2**16  # of a loop that only looks at data, in training mode, and must not fill the memory
+_MOST_OPEN = 2**16  # of a loop that never trains
 
 
 class OpenBatches:
@@ -49,10 +49,12 @@ class OpenBatches:
         self.micro_batch: MicroBatch | None = None
         self.position: int = 0
         self.between_epochs: bool = False
-        self._open: deque[Entry] = deque(maxlen=_MOST_OPEN)
+        self._open: deque[Entry] = deque()
         self._trained: Entry | None = None  # last
         self._ended: Iteration | None = None  # last
         self.begun: WeakSet[Iteration] = WeakSet()
+        self._awaited: Entry | None = None  # was open when a loop over a loader had ended
+        self._left_out = False  # whether that one was closed without a backward
         self._uneven = False  # whether the losses of some that are open may weigh differently
         self._latest: tuple[Any, Entry] | None = None  # the batch that was yielded last
         # Where several loaders are iterated over at once, or batches taken ahead; empty, and without cost, elsewhere.
@@ -90,6 +92,11 @@ class OpenBatches:
         """Whether the last batch of an iteration that has ended is open."""
         return bool(self._open) and self._open[0][1] is self._ended
 
+    @property
+    def has_left_out(self) -> bool:
+        """Whether no backward has followed for a batch that was open when the last iteration ended."""
+        return self._left_out or (self._awaited is not None and self._awaited in self._open)
+
     def begin(self, iteration: Iteration) -> None:
         """Record that a training iteration begins.
 
@@ -111,7 +118,10 @@ class OpenBatches:
         if self._open or self._held or (self._latest is not None and self._latest[1][1].loader is not iteration.loader):
             self._take_another(entry, batch)
         if self._open:
-            self._uneven = self._uneven or not _alike(self._open[-1], entry)
+            if len(self._open) >= _MOST_OPEN and not iteration.trained:
+                self._open.clear()  # a loop that only looks at data, in training mode, must not fill the memory
+            else:
+                self._uneven = self._uneven or not _alike(self._open[-1], entry)
         self._open.append(entry)
         self._latest = batch, entry
         self.micro_batch = micro_batch
@@ -153,6 +163,7 @@ class OpenBatches:
             self._latest = None  # no batch stays in memory because of this
         self.between_epochs = True
         self._ended = iteration
+        self._awaited = self._open[0] if self._open and iteration.trained else None
         if not self._open:
             self.micro_batch = None
             self.current_batch.is_stand_in = False
@@ -268,6 +279,7 @@ class OpenBatches:
         if not iteration.trained:
             iteration.open_at_once = len(of_loader)
         for batch in of_loader[: len(of_loader) - iteration.open_at_once]:
+            self._left_out = self._left_out or batch is self._awaited
             self._close(batch)
 
     def _close(self, batch: Entry) -> None:

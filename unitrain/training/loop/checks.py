@@ -21,6 +21,7 @@ from unitrain.data.reading.fingerprint import fingerprint, sample_digest
 from unitrain.errors import UsageError
 from unitrain.rng import generators_restored, seed_generators
 from unitrain.training.hooks import StepHook
+from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.loss_check import LossCheck
 from unitrain.training.windows.weights import Losses
 
@@ -183,6 +184,16 @@ class ScriptChecks(StepHook):
             "If the model's parameters are others since prepare() (by a deep copy, a new layer, or load_state_dict "
             "with assign=True), prepare the new ones, with an optimizer of theirs."
         )
+
+    def check_batches(self, batches: OpenBatches) -> None:
+        """Look at whether all batches were trained on, at the end of a run."""
+        if batches.has_left_out:
+            self._communicator.warn(
+                "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
+                "epoch was left out, or the last one. The losses that followed were matched to the batch before "
+                "theirs, and a resumed run would repeat one. Call step() for every batch; to leave one out, multiply "
+                "its loss by 0."
+            )
 
     def close(self) -> None:
         """Remove the checks, and refuse further backwards."""

@@ -291,9 +291,10 @@ class TrainingStep:
             self._end_step()
 
     def end(self) -> None:
-        """Tell the hooks that the run ends."""
+        """Tell the hooks that the run ends, and warn if the script has left out a batch."""
         for ended in self.hooks.at_end:
             ended()
+        self.checks.check_batches(self.batches)
 
     def check_verdicts(self) -> None:
         """Follow a change of the verdicts: compute the norm of the gradients in each step if one needs it."""
