@@ -131,15 +131,16 @@ class StrategyConfig(Section):
         section = getattr(self, backend, None)
         return section if isinstance(section, kind) else kind()
 
-    def sections_of_others(self, backend: str) -> set[str]:
-        """Return the names of the sections of other backends than this one.
+    def sections_of_others(self, backend: str) -> dict[str, Section]:
+        """Return the sections of other backends than this one, by name, whether or not they differ from the defaults.
 
         Args:
             backend: name of the backend that the run uses.
         """
         # unitrain.StrategyConfig inherits what the core and features declare, and adds the sections of backends.
         inherited = {name for base in type(self).__bases__ if issubclass(base, Section) for name in base.model_fields}
-        return type(self).model_fields.keys() - inherited - {backend}
+        names = type(self).model_fields.keys() - inherited - {backend}
+        return {name: getattr(self, name) for name in type(self).model_fields if name in names}  # in declared order
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> StrategyConfig:

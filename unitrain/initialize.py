@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from unitrain import features
+from unitrain import call_site, features
 from unitrain.communication.backend import Backend, load_backend
 from unitrain.config import StrategyConfig
 from unitrain.device import accelerator, choices
@@ -67,7 +67,8 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     backend = load_backend(resolved.backend)
     _check_world(backend, launch)
     backend.check(resolved, launch)
-    _check_settings(backend, resolved, launch)
+    _check_honoured(backend, resolved, launch)
+    _check_shares(resolved, launch)
     features.check(resolved, backend)
     features.before_joining(launch, backend)
     _set_process_state(resolved, launch)
@@ -151,13 +152,23 @@ def _check_world(backend: type[Backend], launch: Launch) -> None:
     )
 
 
-def _check_settings(backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
-    """Refuse a compression that this backend lacks, and ``shares`` of another number of ranks."""
-    if launch.world_size > 1 and config.compression not in backend.compressions:
-        raise ConfigError(
-            f"compression {config.compression!r} is not supported by backend {backend.name!r}, which supports "
-            f"{', '.join(backend.compressions)}."
-        )
+def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
+    """Refuse a compression that this backend lacks, and warn of settings that have no effect in this run."""
+    idle = []
+    if config.compression not in backend.compressions:
+        if launch.world_size > 1:
+            raise ConfigError(
+                f"compression {config.compression!r} is not supported by backend {backend.name!r}, which supports "
+                f"{', '.join(backend.compressions)}."
+            )
+        idle.append(f"compression={config.compression}")
+    idle += [name for name, value in config.sections_of_others(backend.name).items() if value != type(value)()]
+    if idle:
+        call_site.warn(f"these settings have no effect with backend {backend.name!r}: {', '.join(idle)}.")
+
+
+def _check_shares(config: StrategyConfig, launch: Launch) -> None:
+    """Refuse ``shares`` of another number of ranks."""
     if config.shares is not None and len(config.shares) != launch.world_size:
         raise ConfigError(
             f"shares is {list(config.shares)}, but this job has {launch.world_size} ranks: give one for each, or null."

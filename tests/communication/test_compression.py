@@ -69,7 +69,8 @@ def test_what_horovod_cannot_send_is_refused(compression: Any) -> None:
 
 
 def test_alone_there_is_nothing_to_compress() -> None:
-    train({"backend": "single", "compression": "fp16"})
+    with pytest.warns(UserWarning, match="no effect with backend 'single': compression=fp16"):
+        train({"backend": "single", "compression": "fp16"})
 
 
 class Course(NamedTuple):

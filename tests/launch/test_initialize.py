@@ -151,6 +151,27 @@ def test_a_refused_init_leaves_the_way_free() -> None:
     unitrain.init(backend="single")
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"compression": "fp16"}, "compression=fp16"),
+        ({"ddp": {"bucket_cap_mb": 1.0}}, "ddp"),
+        ({"horovod": {"controller": "gloo"}, "fsdp": {"shards": "host"}}, "fsdp, horovod"),
+    ],
+)
+def test_settings_without_effect_warn_where_the_user_wrote_them(settings: dict[str, Any], named: str) -> None:
+    with pytest.warns(UserWarning, match=f"^these settings have no effect with backend 'single': {named}.$") as warned:
+        unitrain.init(backend="single", **settings)
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_settings_with_effect_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copies = {"every": 0}
+        unitrain.init(backend="ddp", ddp={"bucket_cap_mb": 1.0}, clip_norm=1.0, memory_copies=copies)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", "xpu", "gpu", "auto:0", "cpu:0"])
 def test_a_gpu_that_is_not_there(device: str) -> None:
     with pytest.raises(ConfigError, match=f"device is '{device}', but torch finds no accelerator"):
@@ -163,6 +184,16 @@ def test_nccl_without_a_gpu() -> None:
         match=r"ddp\.communication is nccl, .* does not have nccl for .* cpu .*: set it to auto, device",
     ):
         unitrain.init(backend="ddp", ddp={"communication": "nccl"})
+
+
+def test_a_static_graph_and_accumulation_exclude_each_other_under_ddp_alone() -> None:
+    settings: dict[str, Any] = {"ddp": {"static_graph": True}, "accumulate": 2}
+    with pytest.raises(
+        ConfigError, match=r"^ddp\.static_graph is true, and accumulate is 2; they are mutually exclusive: "
+    ):
+        unitrain.init(backend="ddp", **settings)
+    with pytest.warns(UserWarning, match=r"^these settings have no effect with backend 'single': ddp\.$"):
+        unitrain.init(backend="single", **settings)
 
 
 @pytest.mark.parametrize(
