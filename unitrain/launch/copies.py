@@ -19,7 +19,7 @@ from unitrain.launch.detect import Launch
 from unitrain.launch.variables import OVERRIDE
 
 _TOGETHER_S = 5.0
-JOBS = ("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "SLURM_JOB_ID")
+JOBS = ("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
 """Variables with the id of a scheduler's job."""
 _RANK = "_UNITRAIN_RANK"  # of a running job, with the variables that were read: a child inherits it
 

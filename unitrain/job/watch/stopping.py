@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from unitrain.job.watch.boundaries import Boundaries
 from unitrain.job.watch.messages import BoundaryRequest, Message, RequestStop, Settled
@@ -25,6 +25,8 @@ from unitrain.launch.local.toolchain import run_to_end
 from unitrain.process import exit_now, print_stdout
 from unitrain.pulse import Pulse
 
+Handler = Callable[[int, Any], object]
+"""A handler of a signal."""
 SIGNAL = "signal"
 """Request: save, and end the run because of the signal with this number."""
 RAISE_ERROR = "raise_error"
@@ -38,8 +40,8 @@ _SCONTROL_S = 30.0
 class Stopped(SystemExit):
     """Raised on every rank, at the same step, when the run is stopped. If uncaught, the process exits with ``code``.
 
-    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1; 3 if a loss or gradient was NaN or infinite, with
-    ``on_nonfinite="stop"``.
+    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1, and 140 for SIGUSR2 under submitit, where rank 0 exits
+    with submitit's code; 3 if a loss or gradient was NaN or infinite, with ``on_nonfinite="stop"``.
     """
 
 
@@ -199,14 +201,21 @@ class Stopping:
             Stopped: always, on every rank.
         """
         number = signal.Signals(received)
+        resubmit = self._signals.resubmit.get(number) if self._signals is not None else None
         where = f" and saved in {self.checkpoint.save_now()}" if self.checkpoint is not None else ""
         if self._is_main:
             # SLURM sends SIGUSR1 before the time limit if the script asks for it (--signal), and SIGTERM when it
             # preempts.
             requeues = number == signal.SIGUSR1 or (number == signal.SIGTERM and _is_preempted())
-            requeued = _requeue() if requeues else ""
+            requeued = _requeue() if requeues and resubmit is None else ""
             step = f"step {self._pulse.step}{self._pulse.of_trial}"
             print_stdout(f"unitrain: stopped by {number.name} after {step}{where}.{requeued}")
+        # submitit's handler requeues the job itself, so UniTrain must not do it as well.
+        if resubmit is not None:
+            try:
+                resubmit(number, None)  # on rank 0 it requeues the job and exits
+            except SystemExit as end:
+                raise Stopped(end.code) from end
         raise Stopped(128 + number)
 
 
@@ -217,23 +226,32 @@ class StopSignals:
     leaves time to save until SIGKILL.
 
     The thread reads the interpreter's wake-up descriptor, since Python runs signal handlers only when the main thread
-    has returned from a collective. Handlers that the script has installed are left in place.
+    has returned from a collective. Handlers that the script has installed are left in place, except for submitit's.
+
+    submitit sends its jobs a signal (SIGUSR2, if not set otherwise) before their time limit, and when they are
+    preempted. Its handler requeues the job and ends the process wherever it is, so it must wait until the run is saved.
+
+    Attributes:
+        resubmit: submitit's handlers, by signal, which are called when the run has been saved.
     """
 
     def __init__(self, request: Callable[[int], None]) -> None:
         self._request = request
         self._replaced: dict[int, Any] = {}
         self._wakeup_before = -1
+        self.resubmit: dict[int, Handler] = {}
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can set signal handlers
         # A handler of the script's own would no longer be called if another took its place.
         free = (signal.SIG_DFL, signal.default_int_handler, _wake_up)
         unhandled = [number for number in _SIGNALS if signal.getsignal(number) in free]
+        handlers = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGUSR2)}
+        self.resubmit = {number: handler for number, handler in handlers.items() if _is_submitits(handler)}
         self._receiver, self._sender = socket.socketpair()
         # As set_wakeup_fd demands: a signal handler must not block.
         self._sender.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        self._replaced = {number: signal.signal(number, _wake_up) for number in unhandled}
+        self._replaced = {number: signal.signal(number, _wake_up) for number in (*unhandled, *self.resubmit)}
         _set_up.add(self)
         self._thread = threading.Thread(target=self._listen, name="unitrain signals", daemon=True)
         self._thread.start()
@@ -293,6 +311,13 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 def _wake_up(number: int, frame: object) -> None:
     """Do nothing: the interpreter writes to its wake-up descriptor only if a handler is set."""
+
+
+def _is_submitits(handler: object) -> TypeGuard[Handler]:
+    """Return whether a signal handler is submitit's that requeues a job. Its others only log the signal."""
+    owner = type(getattr(handler, "__self__", None))
+    is_submitit = any(base.__module__.split(".")[0] == "submitit" for base in owner.__mro__)
+    return is_submitit and str(getattr(handler, "__name__", "")).startswith("checkpoint_and")
 
 
 def _slurm_job() -> str | None:
