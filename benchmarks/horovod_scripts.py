@@ -73,13 +73,18 @@ def measure_world(model: str, backend: str, rounds: int, steps: int, most: int |
 def measure(short: bool) -> Found:
     rounds, steps = SHORT if short else LENGTH
     how: dict[str, Any] = {"rounds": rounds, "steps": steps, "most": SHORT_ELEMENTS if short else None}
-    cases = [{"model": model, "backend": backend} for model in MODELS for backend in BACKENDS]
+    cases = [(model, backend) for model in MODELS for backend in BACKENDS]
     worlds = startable(*((HOROVOD_GLOO,) if short else WORLDS))
     return {
         "cases": [
-            {"world": world, **case, "ways": in_processes(world, measure_world, **case, **how)}
+            {
+                "world": world,
+                "model": model,
+                "backend": backend,
+                "ways": in_processes(world, measure_world, model=model, backend=backend, **how),
+            }
             for world in worlds
-            for case in cases
+            for model, backend in cases
         ]
     }
 

@@ -67,7 +67,6 @@ def load_weights(strategy: unitrain.Strategy, module: nn.Module, path: str | Pat
         targets = _targets(plain, sockets.communicator.on_main(read), path)
         sources = (files[name].get_tensor(name) for name in targets)
         broadcast_tensors(sockets.communicator, list(targets.values()), sources)
-    prepared.allow_calls(plain)
 
 
 def _opened(path: Path) -> dict[str, Any]:
@@ -140,7 +139,7 @@ def save_weights(strategy: unitrain.Strategy, module: nn.Module, folder: str | P
     sockets.replicas.check("save_weights()")
     swapped = module.swapped() if isinstance(module, Average) else nullcontext(module)
     with swapped as model:
-        average_statistics([model], communicator, strategy.shares)
+        average_statistics([model], communicator, sockets.prepared.shares)
         state = _tensors(sockets.prepared.unwrap(model))
         groups = list(in_chunks(state, lambda name: state[name].nbytes, _FILE_BYTES))
         files = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
