@@ -21,7 +21,7 @@ from torch.optim import SGD
 
 import unitrain
 from unitrain import ConfigError, Strategy, UsageError
-from unitrain.features.trackers import Trackers, trackers
+from unitrain.features.trackers import Trackers, libraries, trackers
 
 NAMES = ["tensorboard", "wandb", "mlflow"]
 
@@ -159,7 +159,7 @@ def test_what_makes_no_sense_is_refused(
     strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = Recorder()
-    monkeypatch.setitem(trackers.LIBRARIES, "mlflow", lambda *_: started)
+    monkeypatch.setitem(libraries.LIBRARIES, "mlflow", lambda *_: started)
     (tmp_path / "trackers.json").mkdir()
     with pytest.raises(ConfigError, match=r"mlflow .*Is a directory: '.*/trackers\.json'"):
         strategy.add(Trackers(["mlflow"], tmp_path))
