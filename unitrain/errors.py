@@ -38,9 +38,19 @@ class ConfigError(UnitrainError):
 
 
 class LaunchError(UnitrainError):
-    """The launcher's variables are missing or wrong, or don't describe the world that the backend would have."""
+    """The launcher's variables are missing or wrong, or don't describe the world that the backend would have.
+
+    Args:
+        message: the message.
+        on_all_ranks: whether rank 0 prints the same, so that this rank need not. Of an error that only some hosts have,
+            one rank of each host prints the message.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, *, on_all_ranks: bool = True) -> None:
+        super().__init__(message)
+        self.on_all_ranks = on_all_ranks
 
 
 class BackendError(UnitrainError):

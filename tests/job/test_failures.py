@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import forked_python
 import pytest
+from places import TESTS
 
 from unitrain.job.starting.spawn import spawn_environments
 
@@ -22,11 +24,18 @@ class End(NamedTuple):
     err: str
 
 
-def run(folder: Path, script: str, *, world_size: int = 1, wait_for: int | None = None) -> list[End]:
+def run(
+    folder: Path,
+    script: str,
+    *,
+    world_size: int = 1,
+    environ: dict[str, str] | None = None,
+    wait_for: int | None = None,
+) -> list[End]:
     """Run a script as each rank; with ``wait_for``, kill the others once that rank has ended, as a launcher would."""
     path = folder / "script.py"
     path.write_text("import unitrain\n" + textwrap.dedent(script))
-    with spawn_environments(world_size) if world_size > 1 else nullcontext([dict(os.environ)]) as made:
+    with spawn_environments(world_size) if world_size > 1 else nullcontext([{**os.environ, **(environ or {})}]) as made:
         return _run(forked_python.command(str(path)), made, wait_for)
 
 
@@ -248,6 +257,16 @@ def test_a_wrong_setting_is_told_by_rank_0(tmp_path: Path) -> None:
     assert ends[0].err.startswith("unitrain: error: backend 'dpp' is not installed. Did you mean 'ddp'?")
     assert len(ends[0].err.splitlines()) == 1
     assert ends[1].err == ""
+
+
+@pytest.mark.parametrize(("rank", "messages"), [(1, 0), (2, 1)])
+def test_what_only_some_hosts_can_t_do_is_told_by_one_rank_of_each(tmp_path: Path, rank: int, messages: int) -> None:
+    """Ranks 0 and 1 are on the first host, rank 2 is on the second. srun does not end the others."""
+    recorded = json.loads(TESTS.joinpath("launch_environments", "srun-two-nodes.json").read_text())
+    environ = {**recorded["environments"][rank], "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"}
+    [end] = run(tmp_path, "unitrain.init()", environ=environ)
+    assert end.code == 2
+    assert end.err.count("unitrain: error: the rendezvous address of srun is nowhere.invalid:29500, but") == messages
 
 
 def test_nonfinite_loss_ends_every_rank_with_3(tmp_path: Path) -> None:

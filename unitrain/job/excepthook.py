@@ -72,11 +72,15 @@ class FailureHook:
             exit_now(130, "unitrain: interrupted" if launch.rank == 0 else "")
         code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
         # A wrong setting is wrong on every rank. Its message names it, so the line of the script does not matter.
-        lacks_library = job is None and isinstance(error, BackendError)
-        on_all_ranks = lacks_library or isinstance(error, (ConfigError, LaunchError))
+        # So is a missing library, found before the ranks have met.
+        on_all_ranks = (
+            isinstance(error, ConfigError)
+            or (isinstance(error, LaunchError) and error.on_all_ranks)
+            or (isinstance(error, BackendError) and job is None)
+        )
         if on_all_ranks and launch.rank > 0 and watch is None:
             # srun passes the same arguments to all tasks, and does not end the remaining ones.
-            if launch.launcher == "srun" and isinstance(error, ConfigError):
+            if launch.launcher == "srun" and not isinstance(error, BackendError):
                 exit_now(code)
             time.sleep(_PATIENCE_S)  # rank 0 reports it, and most launchers then end this process
         if job is None and is_succeeded() and isinstance(error, CommunicationError):  # another was never started

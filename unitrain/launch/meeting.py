@@ -36,9 +36,10 @@ def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
         _check_step(store, launch, timeout)
     # Two processes with one rank would otherwise meet without the rank that is missing.
     if not _arrive(store, launch):
+        others_read = not store.check([_GO_ON])
         store.set(_DOUBLED, str(launch.rank))
         store.set(_GO_ON, "")  # the others need not wait any longer
-        raise _doubled(launch.rank, launch)
+        raise _doubled(launch.rank, launch, on_all_ranks=others_read)
     try:
         store.wait([_GO_ON], timeout)
     except DistError as error:
@@ -48,7 +49,7 @@ def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
     if store.check([_DOUBLED]):
         rank = int(store.get(_DOUBLED))
         _let_others_read(launch)
-        raise _doubled(rank, launch)
+        raise _doubled(rank, launch, on_all_ranks=True)
 
 
 def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> Store:
@@ -110,7 +111,8 @@ def _check_step(store: Store, launch: Launch, timeout: timedelta) -> None:
     if other != launch.step:
         raise LaunchError(
             f"rank {launch.rank} of {launch.launcher}'s job {launch.step} has come to {launch.address}, where the "
-            f"ranks of job {other} meet. Unset MASTER_ADDR and MASTER_PORT, or give each job another MASTER_PORT."
+            f"ranks of job {other} meet. Unset MASTER_ADDR and MASTER_PORT, or give each job another MASTER_PORT.",
+            on_all_ranks=launch.local_rank > 0,
         )
 
 
@@ -148,11 +150,12 @@ def _missing(store: Store, launch: Launch) -> str:
     return store.get("unitrain/missing").decode()
 
 
-def _doubled(rank: int, launch: Launch) -> LaunchError:
+def _doubled(rank: int, launch: Launch, *, on_all_ranks: bool) -> LaunchError:
     """Return the error that two processes have the same rank."""
     return LaunchError(
         f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give every process its "
-        "own RANK, and every job its own MASTER_PORT."
+        "own RANK, and every job its own MASTER_PORT.",
+        on_all_ranks=on_all_ranks,
     )
 
 

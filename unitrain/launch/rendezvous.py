@@ -83,7 +83,8 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
     except OSError as error:
         raise LaunchError(
             f"the rendezvous address of {launch.launcher} is {address}, but host {host!r} can't be resolved here "
-            f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0 that all hosts reach."
+            f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0 that all hosts reach.",
+            on_all_ranks=launch.local_rank > 0,
         ) from error
     opens = launch.rank == 0 and launch.rendezvous == "tcp"
     try:

@@ -92,7 +92,8 @@ def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPS
     if wait([joined], timeout.total_seconds()).not_done:
         raise LaunchError(
             f"the rendezvous address of {launch.launcher} is {host}:{port}, but another program than rank 0 listens "
-            "there. End it (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another address."
+            "there. End it (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another address.",
+            on_all_ranks=launch.local_rank > 0,
         )
     return joined.result()
 
