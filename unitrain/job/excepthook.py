@@ -21,6 +21,7 @@ from unitrain.job.ending import end_for_others, is_succeeded
 from unitrain.job.job import CAUSE_S, Job, current
 from unitrain.job.watch.messages import Verdict
 from unitrain.launch.detect import Launch, detect
+from unitrain.launch.local_ranks import LocalRanks
 from unitrain.process import exit_now, print_stderr
 
 # An error on all ranks (a wrong setting) is reported by rank 0; the others report it if they still run after this.
@@ -82,7 +83,10 @@ class FailureHook:
             # srun passes the same arguments to all tasks, and does not end the remaining ones.
             if launch.launcher == "srun" and not isinstance(error, BackendError):
                 exit_now(code)
-            time.sleep(_PATIENCE_S)  # rank 0 reports it, and most launchers then end this process
+            time.sleep(_PATIENCE_S)
+            ranks = LocalRanks(launch)
+            if launch.local_world_size == launch.world_size and ranks.all_visible() and 0 not in ranks.present():
+                exit_now(code)  # rank 0 has reported it; mpiexec of MPICH, for one, does not end the others either
         if job is None and is_succeeded() and isinstance(error, CommunicationError):  # another was never started
             end_for_others(f"unitrain: {error}", code)
         verdict = None if job is None else _verdict(job, error, on_all_ranks=on_all_ranks)
