@@ -118,7 +118,7 @@ class StrategyConfig(Section):
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compress gradients: half the bytes (fp16, bf16) or far fewer (powersgd, ddp only); lossy."""
     debug: bool = False
-    """Compare the ranks' calls before each collective, to find those that differ."""
+    """Compare the ranks' calls before each collective, and keep local gradients to find which rank's is not finite."""
     timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 600.0
     """Timeout of a collective in seconds; after it the job ends with an error."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 30.0

@@ -24,9 +24,10 @@ class Evidence:
     One gradient is usually enough: backward goes through a network from its end, and a non-finite value makes all
     later gradients non-finite. So the gradient of the first parameter is kept, or of the first small one, since
     keeping it costs a copy. A non-finite gradient on another path (through a hook, or in a layer without
-    trained layers before it) is not among them.
+    trained layers before it) needs ``all_gradients``.
 
     Args:
+        all_gradients: keep the gradients of all watched parameters.
         leaf: returns the leaf of the graph for a parameter.
 
     Attributes:
@@ -35,28 +36,31 @@ class Evidence:
         losses: the losses on a GPU, where reading them would wait for it.
     """
 
-    def __init__(self, leaf: Callable[[Parameter], Tensor] = lambda p: p) -> None:
+    def __init__(self, *, all_gradients: bool, leaf: Callable[[Parameter], Tensor] = lambda p: p) -> None:
         self.leaf: Callable[[Parameter], Tensor] = leaf
         self.is_empty: bool = True
         self.loss_is_finite: bool = True
         self.losses: list[Tensor] = []
-        self._hook: Any = None
+        self._all_gradients = all_gradients
+        self._hooks: list[Any] = []
         # Those of the script's own autograd.grad arrive here, too, and no step may follow that would drop them.
-        self._gradients: deque[Tensor] = deque(maxlen=_MOST_KEPT)
+        self._gradients: deque[Tensor] = deque(maxlen=None if all_gradients else _MOST_KEPT)
         self._keeps = True
         self._factor: Tensor | None = None  # 1 or NaN, on the device: the host does not know which
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Keep the gradients of one of these trained parameters from now on, and no others.
+        """Keep the gradients of these trained parameters from now on, and no others.
 
         Args:
             parameters: in the order of the optimizer, which is usually the order of the forward.
         """
         self.close()
-        # The first parameter gets the last gradient of the backward, which every other one has passed through.
-        small = (p for p in parameters if p.numel() <= _SMALL)
-        first = next(small, min(parameters, key=Parameter.numel, default=None))
-        self._hook = first is not None and self.leaf(first).register_hook(self._keep)  # type: ignore[no-untyped-call]
+        if not self._all_gradients:
+            # The first parameter gets the last gradient of the backward, which every other one has passed through.
+            small = (p for p in parameters if p.numel() <= _SMALL)
+            first = next(small, min(parameters, key=Parameter.numel, default=None))
+            parameters = [] if first is None else [first]
+        self._hooks = [self.leaf(p).register_hook(self._keep) for p in parameters]  # type: ignore[no-untyped-call]
 
     def _keep(self, gradient: Tensor) -> Tensor | None:
         """Keep a gradient, before it is accumulated. Return another one in its place if it is to show the loss."""
@@ -112,9 +116,9 @@ class Evidence:
         return bool(self._hook) and all(map(is_finite, self._gradients))
 
     def close(self) -> None:
-        """Remove the hook."""
-        if self._hook:
-            self._hook.remove()
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def is_finite(gradient: Tensor) -> bool:

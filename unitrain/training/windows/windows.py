@@ -41,6 +41,7 @@ class Windows:
         *,
         averaged: bool,
         moves_gradients: bool,
+        all_gradients: bool,
         complete: Callable[[Window], None],
         take: Callable[[Window], None],
     ) -> None:
@@ -54,6 +55,7 @@ class Windows:
             total: returns what sums the weights of a window, given its name.
             averaged: whether gradients are averaged over the ranks in every step.
             moves_gradients: whether the backend may move gradients of one optimizer in a backward for another.
+            all_gradients: keep all gradients as evidence (``debug``).
             complete: waits until the gradients of a window are averaged, if they are being so.
             take: ends a window with gradients that the script has set, without a backward.
         """
@@ -62,6 +64,7 @@ class Windows:
         self._total = total
         self._averaged = averaged
         self._moves_gradients = moves_gradients
+        self._all_gradients = all_gradients
         self._complete = complete
         self.take: Callable[[Window], None] = take
         self._shares = False  # whether optimizers share parameters
@@ -177,7 +180,8 @@ class Windows:
                 registered(optimizer)
             name = f"optimizer {self._registered}"
             sharding, key = self._backend.sharding, id(optimizer)
-            evidence, total, trial = Evidence(sharding.leaf), self._total(name), self._pulse.trial
+            evidence = Evidence(all_gradients=self._all_gradients, leaf=sharding.leaf)
+            total, trial = self._total(name), self._pulse.trial
             window = self._of[key] = Window(ref(optimizer), name, evidence, total, sharding, trial)
             finalize(optimizer, self._of.pop, key, None)  # another one may get this id
             self._windows.append(window)
