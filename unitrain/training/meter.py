@@ -81,6 +81,11 @@ class Meter:
         if mean is not None:
             # In float64: a float32 product with a large count would lose digits that the sum keeps.
             value = value.to(torch.float64) * count if isinstance(value, Tensor) else value * count
+        if isinstance(value, Tensor) and value.dim():
+            raise UsageError(
+                f"a meter adds numbers, not a tensor of shape {tuple(value.shape)}: pass mean=x.mean() or "
+                "total=x.sum(), and count= with the number of samples."
+            )
         self._total += value
         self._count += count
 
