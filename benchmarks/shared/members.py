@@ -211,7 +211,7 @@ class _Ranks:
                 told = time.monotonic()
                 heartbeat = messages.Heartbeat("all_reduce", step, 0.1)
                 failed = messages.Failed("another rank has ended: " + "connection reset by peer " * 8, True)
-                self._send(rank, heartbeat, failed)
+                self._send(rank, heartbeat, messages.Ask(), failed)
                 left.discard(rank)
         return told
 

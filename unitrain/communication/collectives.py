@@ -20,7 +20,10 @@ P = ParamSpec("P")
 
 
 class Peers(Protocol):
-    """The other ranks."""
+    """The state of the other ranks."""
+
+    def whereabouts(self) -> str:
+        """Describe the calls in which the awaited ranks are. Return an empty string if they are unknown."""
 
     def compare_calls(self, call: str, place: str) -> None:
         """Return once every rank has reached this call. The job ends if a rank makes another call."""
@@ -31,7 +34,7 @@ class Collectives:
 
     Args:
         backend: has been started.
-        peers: the other ranks; None in a world of one, and before the handshake.
+        peers: the state of the other ranks; None in a world of one, and before the handshake.
         compares: as the attribute.
 
     Attributes:
@@ -135,7 +138,7 @@ class Collectives:
         self._backend.close(failed=failed)
 
     def _complete(self, collective: Callable[[], T], verb: str, tensor: Tensor | None = None, how: str = "") -> T:
-        """Run a collective and wait for it. If it fails because of another rank, say so.
+        """Run a collective and wait for it. If it fails because of another rank, say which and where it is.
 
         ``how`` has its other arguments, which must be the same on all ranks.
         """
@@ -154,10 +157,11 @@ class Collectives:
             except Exception as error:
                 if not self._backend.is_engine_error(error):
                     raise
+                others = self._peers.whereabouts() if self._peers is not None else ""
                 remedy = "" if self.compares else "Run with UNITRAIN_DEBUG=true to see which calls differ. "
                 raise CommunicationError(
                     f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or did "
-                    f"not call it within timeout_s. {remedy}"
+                    f"not call it within timeout_s. {f'{others}. ' if others else ''}{remedy}"
                     # The other lines are usually a stack of C++.
                     f"Error of {self._backend.name}: {str(error).strip().splitlines()[0]}"
                 ) from error

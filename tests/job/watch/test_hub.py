@@ -157,6 +157,12 @@ def test_a_rank_at_its_end_waits_for_one_that_still_works(job: Job) -> None:
     assert job.verdict == ""
 
 
+def test_a_rank_asks_where_the_others_are(job: Job) -> None:
+    job.beat(1, "step", 3.0)
+    job.hear(0, messages.Ask())
+    assert job.sent == [(0, messages.Answer("rank 2 on host2 (pid 1002) is starting"))]
+
+
 def test_all_stop_at_the_furthest_boundary_that_a_rank_has_yet_to_pass(job: Job) -> None:
     job.hear(1, messages.RequestStop(BoundaryRequest("signal", 15)))
     job.hear(2, messages.RequestStop(BoundaryRequest("signal", 15)))  # every rank got it
@@ -251,7 +257,7 @@ def seconds_per_message(ranks: int) -> float:
     """Return what a hub needs for a message, with each kind from each rank."""
     members = [Member(rank, "host", rank, 0) for rank in range(ranks)]
     hub = Hub(members, timeout_s=60.0, heartbeat_timeout_s=30.0, send=lambda rank, message: None, now=0.0)
-    made: list[Message] = [messages.Heartbeat("step", 1, 0.0), messages.Call("barrier()", "train.py:1")]
+    made: list[Message] = [messages.Heartbeat("step", 1, 0.0), messages.Ask(), messages.Call("barrier()", "train.py:1")]
     made += [messages.RequestStop(BoundaryRequest("signal", 15)), messages.NextBoundary(1), messages.Settled()]
     made += [messages.Heartbeat(USER_CODE, 1, 0.0), messages.Failed("RuntimeError: gloo", secondary=True)]
     begin = time.thread_time()

@@ -117,6 +117,8 @@ class Hub:
                 self._decide(rank, f": {text}", on_all_ranks=on_all_ranks)
             case messages.Exits(text=text):
                 self._ends[rank] = text
+            case messages.Ask():
+                self._send(rank, messages.Answer(self._describe_others(rank)))
             case messages.Call():
                 self._compare_calls(rank, message)
             case messages.RequestStop(request=request) if request not in self._requests:

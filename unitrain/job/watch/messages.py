@@ -71,6 +71,16 @@ class Exits(NamedTuple):
     """Why, in words that follow its name."""
 
 
+class Ask(NamedTuple):
+    """From a process: a question, where the ranks are that it waits for."""
+
+
+class Answer(NamedTuple):
+    """From the hub: the answer to ``Ask``, a description of those ranks."""
+
+    text: str
+
+
 class Call(NamedTuple):
     """From a process: it has reached a collective call."""
 
@@ -136,8 +146,8 @@ class Notice(NamedTuple):
 
 
 Message = (
-    Heartbeat | HubHeartbeat | Failed | Exits | Call | CallsAgree | RequestStop | Hold | NextBoundary | Stop | Settled
-    | Leave | Verdict | Notice
+    Heartbeat | HubHeartbeat | Failed | Exits | Ask | Answer | Call | CallsAgree | RequestStop | Hold | NextBoundary
+    | Stop | Settled | Leave | Verdict | Notice
 )  # fmt: skip
 
 # Made once: pydantic compiles a validator for each class.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
+from typing import TypeVar
 
 from unitrain import call_site
 from unitrain.communication.communicator import Communicator
@@ -26,6 +27,8 @@ from unitrain.job.watch.messages import Message, Verdict
 from unitrain.launch.detect import Launch
 from unitrain.launch.network.addresses import own_addresses
 from unitrain.process import exit_now, is_busy, kill_stalled, print_stacks, print_stderr, resident_memory
+
+A = TypeVar("A", messages.Answer, messages.CallsAgree)
 
 _CLOSE_S = 5.0
 _ANSWER_S = 2.0
@@ -75,7 +78,7 @@ class Watch:
         self._link, self._server = self._connect(communicator, key)
         self._changed = threading.Condition()
         self._verdict: Verdict | None = None
-        self._calls_agree = False
+        self._answer: messages.Answer | messages.CallsAgree | None = None
         self._ending = False
         self._left = False
         self._releases: list[Callable[[], None]] = []
@@ -158,6 +161,32 @@ class Watch:
         if self._server is not None and observer is not None:
             self._server.observers.append(observer)
 
+    def whereabouts(self) -> str:
+        """Return a description of the ranks that this rank waits for; an empty string if rank 0 does not answer.
+
+        In the main thread only. Blocks for ``_ANSWER_S`` at most.
+        """
+        answer = self._ask(messages.Ask(), messages.Answer, _ANSWER_S)
+        return answer.text if answer is not None else ""
+
+    def _ask(self, request: Message, expected: type[A], timeout_s: float | None = None) -> A | None:
+        """Send the hub a request, from the main thread, and return its answer; None after ``timeout_s``.
+
+        Args:
+            request: the request.
+            expected: the class of the answer.
+            timeout_s: how long to wait, in seconds; None until the verdict, with which the watch ends this process,
+                unless it is about to end with an error of its own.
+        """
+        with self._changed:
+            self._answer = None
+        self._send_heartbeat()
+        # The heartbeat came first, so that the hub knows of the call that this process is in.
+        self._link.send(request)
+        with self._changed:
+            self._changed.wait_for(lambda: isinstance(self._answer, expected) or self._verdict is not None, timeout_s)
+            return self._answer if isinstance(self._answer, expected) else None
+
     def send(self, message: Message) -> None:
         """Send the hub a message, from any thread."""
         self._link.send(message)
@@ -171,13 +200,7 @@ class Watch:
             call: the name of the call, and its arguments as far as they must be the same on all ranks.
             place: the line of the script that makes it, for the error message.
         """
-        with self._changed:
-            self._calls_agree = False
-        self._send_heartbeat()
-        # The heartbeat came first, so that the hub knows of the call that this process is in.
-        self._link.send(messages.Call(call, place))
-        with self._changed:
-            self._changed.wait_for(lambda: self._calls_agree or self._verdict is not None)
+        self._ask(messages.Call(call, place), messages.CallsAgree)
 
     def close(self) -> None:
         """Leave the job. Blocks until every rank has reached its end, or for some seconds if the hub has gone."""
@@ -242,9 +265,9 @@ class Watch:
                 self._link.send(messages.NextBoundary(self._boundaries.hold()))
             case messages.Stop(boundary=boundary, request=request):
                 self._boundaries.agree(boundary, request)
-            case messages.CallsAgree():
+            case messages.Answer() | messages.CallsAgree():
                 with self._changed:
-                    self._calls_agree = True
+                    self._answer = message
                     self._changed.notify_all()
             case messages.Notice(text=text):
                 print_stderr(f"unitrain: {text}")
