@@ -98,7 +98,8 @@ class FSDPBackend(ProcessGroupBackend):
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here. A sharded module can't be called any more."""
         for sharded in self.sharding.existing():
-            sharded.refuse_calls()  # else a rank may wait for others, which have left
+            # Instead of an error deep inside torch.
+            sharded.refuse_calls()
         self.sharding.module_of.clear()
         self.sharding.used.clear()
         super().close(failed=failed)

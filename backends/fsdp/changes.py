@@ -1,4 +1,4 @@
-"""Refuses misuses of a sharded model: changing or tying weights, using them uncalled, saving shards."""
+"""Refuses misuses of a sharded model: changing or tying weights, using them uncalled, saving or generating alone."""
 
 from __future__ import annotations
 
@@ -173,22 +173,35 @@ def name_layer(module: nn.Module, args: Any, output: Any) -> None:
     )
 
 
-def refuse_saving(module: nn.Module) -> None:
-    """Make ``save_pretrained`` of Hugging Face's models raise an error: it would write this rank's shards.
+def explain_methods(module: nn.Module) -> None:
+    """Make methods of Hugging Face's models that need whole weights raise an error with a remedy.
 
     Args:
-        module: the sharded module. The method is replaced on the instances.
+        module: the sharded module. Its methods are replaced on the instance.
     """
     for layer in module.modules():
-        if callable(method := getattr(layer, "save_pretrained", None)):
-            vars(layer)["save_pretrained"] = functools.partial(_save_pretrained, method)
+        # Hugging Face calls them on inner models, too.
+        for name in ("save_pretrained", "generate"):
+            method = getattr(layer, name, None)
+            if callable(method):
+                setattr(layer, name, functools.partial(_explained, method, saves=name == "save_pretrained"))
 
 
-def _save_pretrained(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Save a state dict of whole weights, if that is given."""
-    if kwargs.get("state_dict") is not None:
+def _explained(method: Callable[..., Any], /, *args: Any, saves: bool, **kwargs: Any) -> Any:
+    """Call a method of a sharded model, and turn its obscure error into one with a remedy."""
+    if saves and kwargs.get("state_dict") is None:
+        raise UsageError(
+            "save_pretrained() of a sharded model would write this rank's shards. Save a whole copy: copy = strategy."
+            "export(model) on all ranks, and then strategy.on_main(lambda: copy.save_pretrained(folder))."
+        )
+    try:
         return method(*args, **kwargs)
-    raise UsageError(
-        "save_pretrained() of a sharded model would write this rank's shards. Save a whole copy: copy = strategy."
-        "export(model) on all ranks, and then strategy.on_main(lambda: copy.save_pretrained(folder))."
-    )
+    except RuntimeError as error:
+        if "DTensor" not in str(error):
+            raise
+        raise UsageError(
+            "generate() used weights that are sharded. Have them gathered for it: call torch.distributed.fsdp."
+            'register_fsdp_forward_method(strategy.unwrap(model), "generate") after prepare(), and then generate() of '
+            "strategy.unwrap(model) on all ranks, with synced_gpus=True if they need different numbers of tokens. Or "
+            "use strategy.export(model)."
+        ) from error

@@ -24,7 +24,7 @@ from unitrain.module_copy import add_hooks, move_foreign, without_memory
 from unitrain.pulse import USER_CODE, Pulse
 from unitrain.training.models.materialising import give_memory
 
-from .changes import ForwardChanges, check_output, eager, name_layer, refuse_assigned, refuse_saving, refuse_tied
+from .changes import ForwardChanges, check_output, eager, explain_methods, name_layer, refuse_assigned, refuse_tied
 from .settings import FSDPSettings
 from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
@@ -126,7 +126,7 @@ class ShardedModule:
         self._units[0].set_reduce_scatter_unused_params(True)
         refuse_tied(module)
         module.register_forward_hook(eager(name_layer), always_call=True)
-        refuse_saving(module)
+        explain_methods(module)
 
     def _divide(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
         """Shard the parameters of a unit that are not sharded yet."""
@@ -184,7 +184,9 @@ class ShardedModule:
         """Make the forward raise an error from now on: its weights can't be gathered without a process group."""
 
         def refuse(module: nn.Module, args: Any) -> None:
-            raise UsageError("a sharded model's weights can't be gathered after strategy.close(): call it before.")
+            raise UsageError(
+                "a sharded model's weights can't be gathered after strategy.close(): call it, or export() it, before."
+            )
 
         self._module.register_forward_pre_hook(refuse, prepend=True)
 

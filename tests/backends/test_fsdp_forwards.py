@@ -357,6 +357,8 @@ def use_methods(folder: Path) -> None:
             torch.save({"model": strategy.unwrap(model).state_dict()}, io.BytesIO())
         assert {warning.filename for warning in warned} == {__file__}
         assert not list(folder.iterdir())
+        with torch.no_grad(), pytest.raises(UsageError, match=r"register_fsdp_forward_method\(strategy\.unwrap\(model"):
+            strategy.unwrap(model).generate(WORDS)  # type: ignore[operator]
         register_fsdp_forward_method(strategy.unwrap(model), "generate")  # the remedies
         copy: Any = strategy.export(model)
         with torch.no_grad():
