@@ -14,7 +14,7 @@ class FSDPSettings(ProcessGroupSettings):
     """Settings of the backend fsdp (torch's fully_shard)."""
 
     wrap: tuple[str, ...] | None = None
-    """Classes of the modules to gather one at a time; null: the children of lists of modules; []: none, so all at once."""
+    """Classes of the modules to gather one at a time; null: the children of lists of modules; []: none."""
     reshard_after_forward: bool = True
     """Free what was gathered after the forward and gather it again in the backward: less memory, slower."""
     reshard_after_backward: bool = True
