@@ -46,8 +46,7 @@ REASONS = {
 }
 # torch documents these.
 DOCUMENTED = {
-    "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_", "_foreach_div_",
-    "_foreach_mul_", "_foreach_norm", "_foreach_sub", "_python_dispatch",
+    "_foreach_copy_", "_foreach_div_", "_foreach_mul_", "_foreach_norm", "_foreach_sub", "_python_dispatch",
     "_saved_dim", "_saved_other", "_saved_reduction", "_saved_self_sym_numel", "_saved_self_sym_sizes", "_saved_target",
     "_saved_total_weight", "_saved_weight",
 }  # fmt: skip

@@ -13,7 +13,7 @@ from plain_loop import strategy_of
 from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.autograd import grad
-from torch.nn.functional import mse_loss, softplus
+from torch.nn.functional import softplus
 from torch.optim import SGD
 
 import unitrain
@@ -35,15 +35,6 @@ def samples() -> Tensor:
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def pc_grad(model: nn.Module, x: Tensor, average: Average) -> Any:
-    """Return the gradient of two losses; the first is projected where it conflicts with the second."""
-    scores = model(x)
-    losses = [mse_loss(scores[:, 0], x.prod(1)), mse_loss(scores[:, 1], -scores[:, 0])]
-    first, second = (average(grad(loss, [*model.parameters()], retain_graph=True)) for loss in losses)
-    factor = (flat(first) @ flat(second) / flat(second).square().sum()).clamp(max=0.0)
-    return [a + b - factor * b for a, b in zip(first, second, strict=True)]
 
 
 def pinn(model: nn.Module, x: Tensor, average: Average) -> Any:
@@ -81,36 +72,11 @@ def train(
 ) -> Tensor:
     """Make steps with the gradients of each trainer. Return the weights after each."""
     weights = []
-    for trainer in (pc_grad, pinn, partial(own_loss, mean=mean)):
+    for trainer in (pinn, partial(own_loss, mean=mean)):
         for x in batches():
             descend(model, trainer(model, x, average))
             weights.append(flat(model.parameters()))
     return torch.stack(weights)
-
-
-def evolve(
-    model: nn.Module,
-    batches: Callable[[], Iterable[Tensor]],
-    mean: Callable[[Tensor], Tensor],
-    shard: Callable[[Tensor, Tensor], Tensor],
-) -> None:
-    """Make steps of an evolution strategy: pairs of opposite noise, each weighed by its loss of the global batch."""
-    generator = torch.Generator().manual_seed(5)
-    for x in batches():
-        steps = [torch.zeros(p.shape, dtype=p.dtype) for p in model.parameters()]
-        for _ in range(2):
-            noise = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
-            losses = []
-            for factor in (0.05, -0.1, 0.05):
-                with torch.no_grad():
-                    for p, n in zip(model.parameters(), noise, strict=True):
-                        p.add_(shard(n, p), alpha=factor)
-                    losses.append(float(mean(model(x).square().mean())))
-            for step, n in zip(steps, noise, strict=True):
-                step.add_(n, alpha=losses[0] - losses[1])
-        with torch.no_grad():
-            for p, step in zip(model.parameters(), steps, strict=True):
-                p.sub_(shard(step, p), alpha=LR)
 
 
 def plain_batches() -> list[Tensor]:
@@ -118,7 +84,7 @@ def plain_batches() -> list[Tensor]:
 
 
 def in_a_world(backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights after each own step, the gradients of steps, and the weights after an evolution."""
+    """Return the weights after each own step, the gradients of steps, and the weights at the end."""
     with unitrain.init(backend=backend, device="cpu", timeout_s=30, precision="fp64") as strategy:
         made = net()
         model, optimizer = strategy.prepare(made, SGD(made.parameters(), LR))
@@ -152,30 +118,21 @@ def test_own_gradients_are_those_of_a_plain_loop(backend: str) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-def in_an_evolution(backend: str) -> Tensor:
-    with unitrain.init(backend=backend, device="cpu", timeout_s=30, precision="fp64") as strategy:
-        model, loader = strategy.prepare(net()), strategy.dataloader(samples(), global_batch_size=BATCH)
-        evolve(model, lambda: loader, strategy.mean, strategy.shard_like)
+@FSDP
+@on_ranks()
+def test_parts_of_whole_tensors_and_no_means_of_shards() -> None:
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30, precision="fp64") as strategy:
+        model = strategy.prepare(net())
         for p in model.parameters():
             whole = strategy.communicator.broadcast(torch.randn(p.shape, dtype=p.dtype))
             assert torch.equal(strategy.full_tensor(strategy.shard_like(whole, p)), whole)
             with pytest.raises(UsageError, match=r"shape \[9\], but the whole parameter"):
                 strategy.shard_like(torch.zeros(9), p)
-        if strategy.communicator.sharding.of_parameters:
-            model(samples()).sum().backward()
-            with pytest.raises(UsageError, match="entry 0 is a shard: backward has averaged it"):
-                strategy.average([p.grad for p in model.parameters()])
-            [whole] = strategy.average([torch.full((3,), float(strategy.rank))], weight=strategy.rank)
-            assert whole.tolist() == [1.0, 1.0, 1.0]
-        return flat(map(strategy.full_tensor, model.parameters()))
-
-
-@pytest.mark.parametrize("backend", ["single", "ddp", pytest.param("fsdp", marks=FSDP)])
-def test_an_evolution_strategy_adds_noise_to_whole_and_sharded_parameters(backend: str) -> None:
-    model = net()
-    evolve(model, plain_batches, lambda value: value, lambda tensor, parameter: tensor)
-    for weights in [in_an_evolution(backend)] if backend == "single" else run_ranks(in_an_evolution, backend):
-        torch.testing.assert_close(weights, flat(model.parameters()), rtol=1e-9, atol=1e-9)
+        model(samples()).sum().backward()
+        with pytest.raises(UsageError, match="entry 0 is a shard: backward has averaged it"):
+            strategy.average([p.grad for p in model.parameters()])
+        [whole] = strategy.average([torch.full((3,), float(strategy.rank))], weight=strategy.rank)
+        assert whole.tolist() == [1.0, 1.0, 1.0]
 
 
 @on_ranks()

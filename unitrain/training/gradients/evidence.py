@@ -85,7 +85,7 @@ class Evidence:
         """
         self.losses.append(loss)
         self.is_empty = False
-        if self._hook:
+        if self._hooks:
             self._factor = torch.where(loss.isfinite(), 1.0, math.nan)
 
     @contextmanager
@@ -113,7 +113,7 @@ class Evidence:
 
         False if no parameter is watched, as where none are averaged: what is not finite is this rank's then.
         """
-        return bool(self._hook) and all(map(is_finite, self._gradients))
+        return bool(self._hooks) and all(map(is_finite, self._gradients))
 
     def close(self) -> None:
         """Remove the hooks."""
