@@ -29,7 +29,13 @@ __all__ = [
     "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async",
     "synchronize",
 ]  # fmt: skip
-Average, Sum, Adasum, Min, Max, Product = range(6)  # as in operations.OPS
+# As in operations.OPS.
+Average: int = 0
+Sum: int = 1
+Adasum: int = 2
+Min: int = 3
+Max: int = 4
+Product: int = 5
 _NONE = Compression.none
 _OF_ROWS = ("allgather", "alltoall")
 
