@@ -88,7 +88,7 @@ def check_allreduce(controller: str) -> None:
     command = launch_command("mpirun" if controller == "mpi" else "horovodrun", 2, test)
     code, output = run_to_end(*command, environment=small_mpi_environment(), timeout_s=_TEST_SECONDS)
     if code:
-        lines = output.strip().splitlines()[-40:]  # horovodrun prints a traceback of its own at the end
+        lines = output.strip().splitlines()[-40:]  # at the end is horovodrun's traceback
         shown = "\n".join([*lines, f"exit code {code}"])
         raise BackendError(
             f"Horovod was installed, but an allreduce over two processes with its {controller} controller failed: "

@@ -29,14 +29,19 @@ __all__ = [
     "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async",
     "synchronize",
 ]  # fmt: skip
-Average, Sum, Adasum, Min, Max, Product = range(6)  # as in operations.OPS
+# As in operations.OPS.
+Average: int = 0
+Sum: int = 1
+Adasum: int = 2
+Min: int = 3
+Max: int = 4
+Product: int = 5
 _NONE = Compression.none
 _OF_ROWS = ("allgather", "alltoall")
 
 
 def _submit(
-    process_set: ProcessSet, verb: str, tensors: Any, name: str | None, run: Callable[[Communicator, Tensor], Any],
-    *more: object,
+    process_set: ProcessSet, verb: str, tensors: Any, name: str | None, run: Callable[..., Any], *more: object
 ) -> Operation:  # fmt: skip
     """Submit an operation on a tensor, or on several, and return its handle.
 
@@ -45,7 +50,7 @@ def _submit(
         verb: the verb.
         tensors: the tensor or tensors.
         name: by which the ranks match it; None for one that its number makes.
-        run: runs it on a tensor, and returns its result.
+        run: runs it, given the communicator, a tensor and ``more``, and returns its result.
         *more: what must also be the same on all ranks.
     """
     single = isinstance(tensors, Tensor)
@@ -59,7 +64,7 @@ def _submit(
     forms = [(str(tensor.dtype)[6:], list(tensor.shape[first:]), tensor.device.type) for tensor in group]
 
     def run_all(ranks: Communicator) -> Any:
-        results = tuple(run(ranks, tensor) for tensor in group)
+        results = tuple(run(ranks, tensor, *more) for tensor in group)
         return results[0] if single else results
 
     return process_set.queue().submit(verb if single else f"grouped_{verb}", name, (forms, *more), run_all)
@@ -176,9 +181,7 @@ def allreduce_async_(
 ) -> Operation:  # fmt: skip
     """Submit ``allreduce`` with the tensor as its result, and return its handle. Not differentiable."""
     how = operations.OPS[_op(op, average)], prescale_factor, postscale_factor
-    return _submit(
-        process_set, "allreduce", tensor, name, lambda ranks, tensor: operations.reduce(ranks, tensor, *how), *how
-    )
+    return _submit(process_set, "allreduce", tensor, name, operations.reduce, *how)
 
 
 allreduce_async: Callable[..., Operation] = _copied(allreduce_async_)
@@ -283,10 +286,7 @@ def broadcast_async_(
     """Submit ``broadcast`` with the tensor as its result, and return its handle. Not differentiable."""
     if root_rank not in process_set.ranks:
         raise ValueError(f"broadcast got root_rank {root_rank}, but must get one of the ranks {process_set.ranks}.")
-    src = process_set.ranks.index(root_rank)
-    return _submit(
-        process_set, "broadcast", tensor, name, lambda ranks, tensor: operations.broadcast(ranks, tensor, src), src
-    )
+    return _submit(process_set, "broadcast", tensor, name, operations.broadcast, process_set.ranks.index(root_rank))
 
 
 broadcast_async: Callable[..., Operation] = _copied(broadcast_async_)
@@ -317,10 +317,7 @@ def reducescatter_async(
     if op not in (Average, Sum):
         raise HorovodInternalError("reducescatter supports hvd.Average and hvd.Sum only: use hvd.allreduce for others.")
     how = operations.OPS[op], prescale_factor, postscale_factor
-    return _submit(
-        process_set, "reducescatter", tensor, name,
-        lambda ranks, tensor: operations.reduce_scatter(ranks, tensor, *how), *how,
-    )  # fmt: skip
+    return _submit(process_set, "reducescatter", tensor, name, operations.reduce_scatter, *how)
 
 
 grouped_reducescatter: Callable[..., list[Tensor]] = _grouped(reducescatter)

@@ -59,9 +59,6 @@ class ProcessSet:
             )
         return self._queue
 
-    def __str__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
-
 
 global_process_set: ProcessSet = ProcessSet([])
 """The process set of all ranks."""

@@ -156,7 +156,10 @@ def mpi_built() -> bool:
     return False
 
 
-mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = mpi_built
+mpi_enabled = mpi_built
+mpi_threads_supported = mpi_built
+ddl_built = mpi_built
+ccl_built = mpi_built
 
 
 def gloo_built() -> bool:
