@@ -88,6 +88,7 @@ class TrainingStep:
             self._weights.total,
             averaged=self.averaging.in_step,
             moves_gradients=self.averaging.unit > 1,
+            all_gradients=config.debug,
             complete=self.averaging.complete,
             take=ScriptGradients(sockets).take,
         )
