@@ -26,7 +26,7 @@ from unitrain.checkpoint.writer import Background
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.comparison import first_reason
 from unitrain.communication.structure import tensors
-from unitrain.errors import CheckpointError
+from unitrain.errors import CheckpointError, ConfigError
 from unitrain.features.memory_copies import Settings
 from unitrain.process import print_stderr
 from unitrain.training.hooks import StepHook
@@ -90,13 +90,17 @@ class MemoryCopies(StepHook, CheckpointHook):
         self._run = ""
         self._life = 0  # which start of the run this is
         self._left: tuple[str, str | None] | None = None  # location and setting of the last start, if they have changed
-        steps = 1 if self._every == "auto" else int(self._every)
-        self._next = self._steps = min(steps, sockets.goes_back or steps)
+        self._next = self._steps = 1 if self._every == "auto" else int(self._every)
         self._last: tuple[int, float] | None = None  # the step of the last copy, and when it was made
         self._cost_s = 0.0  # what that took
         self._newest = self._kept = ""  # the last copy, and the last that is known to be complete
         self._marks: list[tuple[int, str]] = []  # complete copies to go back to, with their steps
         self._why = ""  # the last one failed on this rank
+        if self._every != "auto" and self._every > 2 * sockets.goes_back > 0:
+            raise ConfigError(
+                f"memory_copies.every is {self._every}, but this run goes back {sockets.goes_back} steps or more at a "
+                f"spike, to a copy in memory: set it to auto, or to {2 * sockets.goes_back} at most."
+            )
         self._begin()
 
     def label(self) -> dict[str, Any]:
