@@ -19,10 +19,10 @@ from unitrain import features
 from unitrain.checkpoint import Checkpoint, files
 from unitrain.checkpoint.contents import Contents
 from unitrain.checkpoint.origin import Origin
+from unitrain.communication import gathering
 from unitrain.communication.backend import Backend
 from unitrain.communication.batch_group import BatchGroup
 from unitrain.communication.communicator import Communicator, ReduceOp
-from unitrain.communication.gathering import Gathering
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
@@ -96,7 +96,6 @@ class Strategy:
         self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._closures = Closures(sockets, self._step)
         self.batch_group: BatchGroup = sockets.batch_group
-        self._gathering = Gathering(sockets.readers)
         self._loop = TrainingLoop(self._step, sockets.readers, self._prepared, pass_boundary, shards=shards)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
@@ -520,12 +519,10 @@ class Strategy:
         self._loop.gathers("gather")
         positions = None
         if in_order is not None:
-            if not isinstance(in_order, Loader):
-                raise UsageError(f"in_order= takes a loader of strategy.dataloader, not {type(in_order).__name__}.")
             positions = in_order.sample_positions()
         has_rows = in_order is not None or not self._step.batches.current_batch.is_stand_in
-        gathered: T = self._gathering.gather(
-            value, has_rows=has_rows, differentiable=differentiable, positions=positions
+        gathered: T = gathering.gather(
+            self._sockets.readers, value, has_rows=has_rows, differentiable=differentiable, positions=positions
         )
         return gathered
 
