@@ -472,13 +472,15 @@ class Strategy:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Return the element-wise sum, mean, maximum or minimum over all ranks, as a new tensor. Collective.
 
+        A sum of integers or booleans is in int64, as torch's.
+
         Args:
-            tensor: dense and real, with the same shape and dtype on all ranks, on any device. ``sum`` counts booleans.
+            tensor: dense and real, with the same shape and dtype on all ranks, on any device.
             op: ``sum``, ``mean`` (floating-point tensors only), ``max`` or ``min``. A NaN makes a sum or a mean NaN on
                 all ranks; a maximum or minimum may ignore it.
 
         Raises:
-            UsageError: the op or the tensor is not supported, or a sum of integers does not fit into their dtype.
+            UsageError: the op or the tensor is not supported.
             CommunicationError: another rank has ended, or did not make the call within ``timeout_s``.
         """
         return self._communicator.all_reduce(tensor, op)
