@@ -197,7 +197,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
                 strategy.add(Profile(tmp_path / "new", **one))
         with pytest.raises(UsageError, match="a folder on a disk"):
             strategy.add(Profile("s3://bucket/run"))
-        with pytest.raises(UsageError, match=r"profile: .*/file can't be written: .*File exists.* Move the file"):
+        with pytest.raises(UsageError, match=r"profile: .*/file can't be written: .*File exists.* Correct that"):
             strategy.add(Profile(tmp_path / "file"))
         strategy.add(Profile(tmp_path / "new"))
         with pytest.raises(UsageError, match="another profile has not ended"):

@@ -160,7 +160,7 @@ def test_what_makes_no_sense_is_refused(
     started = Recorder()
     monkeypatch.setattr(libraries, "start", lambda *_: started)
     (tmp_path / "trackers.json").mkdir()
-    with pytest.raises(ConfigError, match=r"mlflow .*Is a directory: '.*/trackers\.json'\. Move the folder"):
+    with pytest.raises(ConfigError, match=r"mlflow .*Is a directory: '.*/trackers\.json'\. Correct that"):
         strategy.add(Trackers(["mlflow"], tmp_path))
     monkeypatch.undo()
     assert started.calls == [False]  # the run that began in the service has ended
