@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from weakref import WeakKeyDictionary, ref
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
 from unitrain.communication.sharding import Sharding
+from unitrain.errors import UsageError
 
 from .module import ShardedModule
 from .shards import full_tensor, shards_of, to_local
@@ -68,9 +70,19 @@ class FSDPSharding(Sharding):
         self.used.difference_update(parameters)
 
     def copy_module(self, module: nn.Module) -> nn.Module:
-        """Return a copy with whole weights. Collective."""
+        """Return a copy with whole weights. Collective.
+
+        Raises:
+            UsageError: the process group has been closed.
+        """
         sharded = self.modules.get(module, lambda: None)()
-        return super().copy_module(module) if sharded is None else sharded.copy()
+        if sharded is None:
+            return super().copy_module(module)
+        if not dist.is_initialized():
+            raise UsageError(
+                "a sharded model's weights can't be gathered after strategy.close(): call export() before."
+            )
+        return sharded.copy()
 
     def existing(self) -> list[ShardedModule]:
         """Return the objects that have sharded the modules that exist."""
