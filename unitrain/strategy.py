@@ -19,10 +19,10 @@ from unitrain import features
 from unitrain.checkpoint import Checkpoint, files
 from unitrain.checkpoint.contents import Contents
 from unitrain.checkpoint.origin import Origin
+from unitrain.communication import gathering
 from unitrain.communication.backend import Backend
 from unitrain.communication.batch_group import BatchGroup
 from unitrain.communication.communicator import Communicator, ReduceOp
-from unitrain.communication.gathering import Gathering
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
@@ -95,7 +95,6 @@ class Strategy:
         self._step = TrainingStep(sockets, self._precision.scaler)
         self._closures = Closures(sockets, self._step)
         self.batch_group: BatchGroup = sockets.batch_group
-        self._gathering = Gathering(sockets.readers)
         self._loop = TrainingLoop(self._step, sockets)
         # In rounds, the ranks have different models until the end of one, and different buffers.
         if self._step.averaging.in_step and config.broadcast_buffers:
@@ -466,13 +465,15 @@ class Strategy:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Return the element-wise sum, mean, maximum or minimum over all ranks, as a new tensor. Collective.
 
+        A sum of integers or booleans is in int64, as torch's.
+
         Args:
-            tensor: dense and real, with the same shape and dtype on all ranks, on any device. ``sum`` counts booleans.
+            tensor: dense and real, with the same shape and dtype on all ranks, on any device.
             op: ``sum``, ``mean`` (floating-point tensors only), ``max`` or ``min``. A NaN makes a sum or a mean NaN on
                 all ranks; a maximum or minimum may ignore it.
 
         Raises:
-            UsageError: the op or the tensor is not supported, or a sum of integers does not fit into their dtype.
+            UsageError: the op or the tensor is not supported.
             CommunicationError: another rank has ended, or did not make the call within ``timeout_s``.
         """
         return self._communicator.all_reduce(tensor, op)
@@ -513,12 +514,10 @@ class Strategy:
         self._loop.gathers("gather")
         positions = None
         if in_order is not None:
-            if not isinstance(in_order, Loader):
-                raise UsageError(f"in_order= takes a loader of strategy.dataloader, not {type(in_order).__name__}.")
             positions = in_order.sample_positions()
         has_rows = in_order is not None or not self._step.batches.current_batch.is_stand_in
-        gathered: T = self._gathering.gather(
-            value, has_rows=has_rows, differentiable=differentiable, positions=positions
+        gathered: T = gathering.gather(
+            self._sockets.readers, value, has_rows=has_rows, differentiable=differentiable, positions=positions
         )
         return gathered
 

@@ -50,7 +50,7 @@ class KeysThatFollow(nn.Module):
         query, key = self.encoders
         queried = query(x)
         with torch.no_grad():
-            key.weight.mul_(0.5).add_(query.weight, alpha=0.5)
+            key.get_parameter("weight").mul_(0.5).add_(query.get_parameter("weight"), alpha=0.5)
         product: Tensor = queried * key(x)
         return product
 

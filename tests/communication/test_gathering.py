@@ -179,15 +179,13 @@ def in_order(backend: str, shares: tuple[int, ...] | None) -> list[Any]:
             rows = strategy.gather(torch.tanh(embed(batch[:, None]))[:, 0], differentiable=True, in_order=train)
             strategy.step((rows * torch.arange(1.0, len(rows) + 1)).mean(), optimizer)  # depends on the order
         results += [parameter.item() for parameter in strategy.export(embed).parameters()]
-        # A row too few on one rank is an error on all, as are other loaders.
+        # A row too few on one rank is an error on all, as is another loader.
         for batch in train:
             with pytest.raises(UsageError, match=r"gather got \d rows for \d samples of .* on rank 0"):
                 strategy.gather(batch[1:] if strategy.is_main else batch, in_order=train)
             strategy.step(embed(batch[:, None]).mean(), optimizer)
-        refused: list[Any] = [[values], strategy.dataloader(values, batch_size=1)]
-        for wrong, message in zip(refused, ("takes a loader", "not iterated over"), strict=True):
-            with pytest.raises(UsageError, match=message):
-                strategy.gather(values, in_order=wrong)
+        with pytest.raises(UsageError, match="not iterated over"):
+            strategy.gather(values, in_order=strategy.dataloader(values, batch_size=1))
         return results
 
 
@@ -245,9 +243,9 @@ def test_gathered_rows_are_those_of_one_process(backend: str, nprocs: int, of_on
             torch.testing.assert_close(weight, alone, rtol=0, atol=1e-9)
         shape, keys, kinds = errors
         assert "int" not in shape
-        assert "float32[rows, 3] on rank 0; float32[rows, 4] on rank 1" in shape
-        assert "{'key0': float32[rows]} on rank 0; {'key1': float32[rows]} on rank 1" in keys
-        assert "float32[rows] on rank 0; a list on rank 1" in kinds
+        assert "'float32[rows, 3]' on rank 0; 'float32[rows, 4]' on rank 1" in shape
+        assert "{'key0': 'float32[rows]'} on rank 0; {'key1': 'float32[rows]'} on rank 1" in keys
+        assert "'float32[rows]' on rank 0; 'list' on rank 1" in kinds
 
 
 def alone_in_a_batch(backend: str) -> str:

@@ -112,10 +112,10 @@ def test_a_library_is_one_that_torch_has_for_the_device(
     check("xccl")
     check("gloo", device="cpu")
     for library in ("gloo", "nccl", "fake", "unheard_of"):
-        with pytest.raises(ConfigError, match=rf"^{backend}\.communication is {library}, .* xpu .* auto or xccl\.$"):
+        with pytest.raises(ConfigError, match=rf"^{backend}\.communication is {library}, .* xpu .* device to cpu"):
             check(library)
     host("mps", 1)
-    with pytest.raises(ConfigError, match=r"does not have gloo for devices of type mps .*: use backend single, or"):
+    with pytest.raises(ConfigError, match=r"does not have gloo for devices of type mps .*: .* or use backend single"):
         check()
     host("mtia", 1)
     with pytest.raises(ConfigError, match=r"does not have a library for devices of type mtia"):

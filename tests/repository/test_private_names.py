@@ -51,7 +51,7 @@ DOCUMENTED = {
     "_saved_total_weight", "_saved_weight",
 }  # fmt: skip
 OTHERS = {
-    "_UNITRAIN_RANK": "the variable that marks a rank", "_ArgumentGroup": "argparse", "_exit": "os",
+    "_UNITRAIN_RANK": "the variable that marks a rank", "_exit": "os",
     "_current_frames": "sys", "_getframe": "sys", "_popen": "multiprocessing", "_run_exitfuncs": "atexit",
     "_register_atexit": "threading", "_asdict": "named tuples", "_fields": "named tuples",
     "_replace": "named tuples",

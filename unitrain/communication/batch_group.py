@@ -57,7 +57,7 @@ class BatchGroup:
         return tensor.narrow(dim, span.start, span.stop - span.start)
 
     def gather(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        """Return the parts of all ranks, of which ``part`` would be the inverse. Collective in the group.
+        """Return the parts of all ranks, concatenated: the inverse of ``part``. Collective in the group.
 
         In the backward, each rank gets the sum of the ranks' gradients of its part.
 

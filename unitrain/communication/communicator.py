@@ -14,7 +14,6 @@ from unitrain.communication.collectives import Collectives, Peers
 from unitrain.communication.objects import ObjectTransport
 from unitrain.communication.sharding import Sharding
 from unitrain.errors import UnitrainError, UsageError, by_rank
-from unitrain.rng import derived_seed
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -92,19 +91,14 @@ class Communicator:
             raise UsageError("all_reduce does not support complex tensors: pass torch.view_as_real(tensor).")
         if op == "mean" and not work.is_floating_point():
             raise UsageError(f"the mean of a {tensor.dtype} tensor is not a {tensor.dtype}: pass tensor.float().")
-        if work.dtype == torch.bool:
-            work = work.to(torch.int64 if op == "sum" else torch.uint8)
-        elif op == "sum" and not work.is_floating_point():
+        if not work.is_floating_point():
             work = work.to(torch.int64)  # a sum in fewer bits would wrap around
         elif op == "mean" and work.element_size() < 4:
             work = work.float()  # the sum may overflow where the mean does not
         if self.world_size > 1 and work.numel():
             self.collectives.all_reduce(work, op)
-        if tensor.dtype == torch.bool:
-            return work.to(tensor.device, torch.int64 if op == "sum" else torch.bool)
-        if op == "sum" and work.dtype != tensor.dtype:
-            _check_range(work, tensor.dtype)
-        return work.to(tensor.device, tensor.dtype)
+        is_count = op == "sum" and not tensor.is_floating_point()
+        return work.to(tensor.device, torch.int64 if is_count else tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, stacked along a new first dimension. Collective.
@@ -117,7 +111,7 @@ class Communicator:
         """
         work = communicable(self, tensor, "all_gather")
         if self.world_size > 1 and not self.collectives.compares:  # calls that are compared name their lines, too
-            _check_same_form(self.collectives, work)
+            self._check_same_form(work)
         return self.collectives.all_gather(work).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -198,6 +192,14 @@ class Communicator:
             raise failure or _ERRORS[name](text)
         return cast(T, outcome["value"])
 
+    def _check_same_form(self, tensor: Tensor) -> None:
+        forms = self.all_gather_data(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
+        if len(set(forms)) > 1:
+            raise UsageError(
+                f"all_gather needs the same shape and dtype on all ranks, but got {by_rank(enumerate(forms))}: pad, or "
+                "use gather."
+            )
+
     def _check_rank(self, src: int) -> None:
         if not 0 <= src < self.world_size:
             raise UsageError(f"there is no rank {src}: this run has ranks 0 to {self.world_size - 1}.")
@@ -226,31 +228,6 @@ def communicable(communicator: Communicator, tensor: Tensor, verb: str) -> Tenso
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
-def _check_range(total: Tensor, dtype: torch.dtype) -> None:
-    """Raise UsageError if an integer dtype can't hold a sum, which is the same on all ranks."""
-    held = torch.iinfo(dtype)
-    if total.numel() and not held.min <= int(total.min()) <= int(total.max()) <= held.max:
-        raise UsageError(
-            f"the sum over the ranks is not within {held.min} to {held.max} ({dtype}): pass tensor.to(torch.int64)."
-        )
-
-
 def _class_name(error: UnitrainError) -> str:
     """Return the name of the class of ``unitrain.errors`` that an error is an instance of."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind in _ERROR_KINDS)
-
-
-def _check_same_form(collectives: Collectives, tensor: Tensor) -> None:
-    """Check that all ranks pass tensors of the same shape and dtype. Collective.
-
-    Raises:
-        UsageError: they don't; on every rank.
-    """
-    form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    digest = torch.tensor(derived_seed(form) >> 1, device=collectives.device)  # 63 bits, for an int64
-    digests = collectives.all_gather(digest)
-    if (digests != digests[0]).any():
-        forms = by_rank(enumerate(ObjectTransport(collectives, None).all_gather(form, pickles=False)))
-        raise UsageError(
-            f"all_gather needs the same shape and dtype on all ranks, but got {forms}: pad, or use gather."
-        )

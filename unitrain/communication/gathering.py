@@ -15,88 +15,82 @@ from unitrain.errors import UsageError, by_rank
 from unitrain.rng import derived_seed
 
 
-class Gathering:
-    """Gathers on a communicator.
+def gather(
+    ranks: Communicator, value: Any, *, has_rows: bool, differentiable: bool, positions: Tensor | None = None
+) -> Any:
+    """See ``Strategy.gather``. Collective.
 
-    Each call begins with a small exchange: the ranks compare what they give and learn how many rows each has.
-    If that is not enough (objects, several numbers of rows, differences), a second one holds what each rank gives.
+    It begins with a small exchange: the ranks compare what they give and learn how many rows each has. If that is
+    not enough (objects, several numbers of rows, differences), a second one holds what each rank gives.
+
+    Args:
+        ranks: those that gather.
+        value: this rank's rows.
+        has_rows: whether they count. A stand-in's don't.
+        differentiable: pass gradients back to each rank's rows.
+        positions: of this rank's rows, by which the rows of all ranks are sorted. Negative ones are of stand-ins,
+            whose rows don't count, and may have been left out.
     """
+    leaves: list[Any] = []
+    misfit = (0, 0)
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def take(leaf: Any) -> str:
+        nonlocal misfit
+        rows = _in_rows(leaf, has_rows=has_rows, differentiable=differentiable)
+        if positions is not None and len(rows) == len(positions):
+            rows = _picked(rows, (positions >= 0).nonzero()[:, 0])
+        elif positions is not None and len(rows) != int((positions >= 0).sum()):
+            misfit = len(rows), len(positions)
+        leaves.append(rows)
+        return _form(rows)
 
-    def gather(
-        self, value: Any, *, has_rows: bool = True, differentiable: bool = False, positions: Tensor | None = None
-    ) -> Any:
-        """See ``Strategy.gather``.
+    # Lists are leaves, since their lengths may differ between ranks.
+    form = repr(rebuilt(value, take, closed=list))
+    if positions is not None:
+        leaves.append(positions[positions >= 0])
+        form += " in order"
+    gathered = _gather(ranks, leaves, form, misfit)
+    if positions is not None:
+        order = gathered.pop().argsort()
+        gathered = [_picked(rows, order) for rows in gathered]
+    parts = iter(gathered)
+    return rebuilt(value, lambda leaf: next(parts), closed=list)
 
-        Args:
-            value: this rank's rows.
-            has_rows: whether they count. A stand-in's don't.
-            differentiable: pass gradients back to each rank's rows.
-            positions: of this rank's rows, by which the rows of all ranks are sorted. Negative ones are of stand-ins,
-                whose rows don't count, and may have been left out.
-        """
-        leaves: list[Any] = []
-        misfit = (0, 0)
 
-        def take(leaf: Any) -> _Form:
-            nonlocal misfit
-            rows = _in_rows(leaf, has_rows=has_rows, differentiable=differentiable)
-            if positions is not None and len(rows) == len(positions):
-                rows = _picked(rows, (positions >= 0).nonzero()[:, 0])
-            elif positions is not None and len(rows) != int((positions >= 0).sum()):
-                misfit = len(rows), len(positions)
-            leaves.append(rows)
-            return _Form(rows)
+def _gather(ranks: Communicator, leaves: list[Any], form: str, misfit: tuple[int, int]) -> list[Any]:
+    """Return the rows of all ranks for each leaf.
 
-        # Lists are leaves, since their lengths may differ between ranks.
-        form = repr(rebuilt(value, take, closed=list))
-        if positions is not None:
-            leaves.append(positions[positions >= 0])
-            form += " in order"
-        gathered = self._gather(leaves, form, misfit)
-        if positions is not None:
-            order = gathered.pop().argsort()
-            gathered = [_picked(rows, order) for rows in gathered]
-        parts = iter(gathered)
-        return rebuilt(value, lambda leaf: next(parts), closed=list)
-
-    def _gather(self, leaves: list[Any], form: str, misfit: tuple[int, int]) -> list[Any]:
-        """Return the rows of all ranks for each leaf.
-
-        Args:
-            leaves: tensors with rows in their first dimension, and lists.
-            form: a description of the whole, which must be the same on all ranks.
-            misfit: the number of rows of a leaf that has too few or too many, and the number that it needs.
-        """
-        ranks = self._communicator
-        counts = {len(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves}  # -1 is unknown
-        facts = [derived_seed(form) >> 1, counts.pop() if len(counts) == 1 else -1, *misfit]
-        every = ranks.collectives.all_gather(torch.tensor(facts, device=ranks.device))
-        digests, rows, given, needed = every.T.tolist()
-        if given != needed:
-            rank = next(rank for rank in range(len(given)) if given[rank] != needed[rank])
-            raise UsageError(
-                f"gather got {given[rank]} rows for {needed[rank]} samples of the loader of in_order= on rank {rank}: "
-                "in the loop over it, pass a row for each sample of its last batch, and after it, of all batches."
-            )
-        if len(set(digests)) == 1 and min(rows) >= 0:
-            return [differentiable_rows(ranks, leaf, rows) for leaf in leaves]
-        shapes = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        descriptions = ranks.all_gather_object([form, *shapes])
-        forms = [form for form, *_ in descriptions]
-        if len(set(forms)) > 1:
-            raise UsageError(
-                "gather needs the same structure, dtypes and row shapes on all ranks, but got "
-                f"{by_rank(enumerate(forms))}."
-            )
-        return [
-            differentiable_rows(ranks, leaf, [shape[0] for shape in given])
-            if isinstance(leaf, Tensor)
-            else refilled(leaf, [row for rows in given for row in rows])
-            for leaf, *given in zip(leaves, *(shapes for _, *shapes in descriptions), strict=True)
-        ]
+    Args:
+        ranks: those that gather.
+        leaves: tensors with rows in their first dimension, and lists.
+        form: a description of the whole, which must be the same on all ranks.
+        misfit: the number of rows of a leaf that has too few or too many, and the number that it needs.
+    """
+    counts = {len(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves}  # -1 is unknown
+    facts = [derived_seed(form) >> 1, counts.pop() if len(counts) == 1 else -1, *misfit]
+    every = ranks.collectives.all_gather(torch.tensor(facts, device=ranks.device))
+    digests, rows, given, needed = every.T.tolist()
+    if given != needed:
+        rank = next(rank for rank in range(len(given)) if given[rank] != needed[rank])
+        raise UsageError(
+            f"gather got {given[rank]} rows for {needed[rank]} samples of the loader of in_order= on rank {rank}: "
+            "in the loop over it, pass a row for each sample of its last batch, and after it, of all batches."
+        )
+    if len(set(digests)) == 1 and min(rows) >= 0:
+        return [differentiable_rows(ranks, leaf, rows) for leaf in leaves]
+    shapes = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    descriptions = ranks.all_gather_object([form, *shapes])
+    forms = [form for form, *_ in descriptions]
+    if len(set(forms)) > 1:
+        raise UsageError(
+            f"gather needs the same structure, dtypes and row shapes on all ranks, but got {by_rank(enumerate(forms))}."
+        )
+    return [
+        differentiable_rows(ranks, leaf, [shape[0] for shape in given])
+        if isinstance(leaf, Tensor)
+        else refilled(leaf, [row for rows in given for row in rows])
+        for leaf, *given in zip(leaves, *(shapes for _, *shapes in descriptions), strict=True)
+    ]
 
 
 def differentiable_rows(communicator: Communicator, tensor: Tensor, counts: Sequence[int]) -> Tensor:
@@ -126,17 +120,12 @@ def gather_rows(communicator: Communicator, tensor: Tensor, counts: Sequence[int
     return work.to(tensor.device)
 
 
-class _Form:
-    """A tensor or a list in the description of a structure."""
-
-    def __init__(self, leaf: Any) -> None:
-        self._leaf = leaf
-
-    def __repr__(self) -> str:
-        if not isinstance(self._leaf, Tensor):
-            return "a list"
-        rest = "".join(f", {size}" for size in self._leaf.shape[1:])
-        return f"{str(self._leaf.dtype).removeprefix('torch.')}[rows{rest}]"
+def _form(leaf: Any) -> str:
+    """Return the description of a tensor or a list in a structure."""
+    if not isinstance(leaf, Tensor):
+        return "list"
+    rest = "".join(f", {size}" for size in leaf.shape[1:])
+    return f"{str(leaf.dtype).removeprefix('torch.')}[rows{rest}]"
 
 
 class _Rows(torch.autograd.Function):

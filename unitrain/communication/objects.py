@@ -20,8 +20,6 @@ from unitrain.communication.collectives import Collectives
 from unitrain.errors import CommunicationError, UsageError
 
 T = TypeVar("T")
-_MOST_BYTES = 2**40  # of an object
-_CHUNK_BYTES = 2**26  # of one transfer
 
 
 class _Pickled(NamedTuple):
@@ -51,14 +49,9 @@ class ObjectTransport:
         is_sender = ranks.rank == src
         data = self.encode(value, pickles=pickles) if is_sender else torch.empty(0, dtype=torch.uint8)
         size = int(ranks.broadcast(torch.tensor(data.numel(), device=ranks.device), src))
-        if not 0 < size <= _MOST_BYTES:
-            raise self._unreadable(src, f"{size} bytes")
         data = data if is_sender else torch.empty(size, dtype=torch.uint8)
-        for part in torch.split(data, _CHUNK_BYTES):  # on a GPU, each passes through its memory
-            received = ranks.broadcast(part.to(ranks.device, copy=True), src)
-            if not is_sender:
-                part.copy_(received)
-        return value if is_sender else cast(T, self.decode(data, src))
+        received = ranks.broadcast(data.to(ranks.device, copy=True), src)
+        return value if is_sender else cast(T, self.decode(received.cpu(), src))
 
     def all_gather(self, value: T, *, pickles: bool) -> list[T]:
         """Return the objects of all ranks, in rank order. Collective. ``pickles`` is as in ``broadcast``."""
@@ -68,10 +61,6 @@ class ObjectTransport:
         self._exchanges += 1
         data = self.encode(value, pickles=pickles)
         sizes = ranks.all_gather(torch.tensor(data.numel(), device=ranks.device)).tolist()
-        # Checked before memory is taken for it: another program may have sent it.
-        for rank, size in enumerate(sizes):
-            if not 0 < size <= _MOST_BYTES:
-                raise self._unreadable(rank, f"{size} bytes")
         return [self.decode(part.cpu(), rank) for rank, part in enumerate(ranks.all_gather_padded(data, sizes))]
 
     def encode(self, value: Any, *, pickles: bool) -> Tensor:

@@ -25,7 +25,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which yaml.SafeLoader silently takes the last."""
+    """Refuses duplicate keys, where yaml.SafeLoader silently takes the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

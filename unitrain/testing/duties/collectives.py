@@ -46,12 +46,12 @@ def _reduced(op: str, stacked: Tensor) -> Tensor:
         op: sum, mean, max or min.
         stacked: the inputs of all ranks.
     """
-    if stacked.dtype == torch.bool:
-        return stacked.sum(0) if op == "sum" else stacked.any(0) if op == "max" else stacked.all(0)
-    if op in ("sum", "mean"):
-        total = stacked.to(torch.float64).sum(0)
-        return (total / len(stacked) if op == "mean" else total).to(stacked.dtype)
-    return stacked.amax(0) if op == "max" else stacked.amin(0)
+    if op in ("max", "min"):
+        return stacked.amax(0) if op == "max" else stacked.amin(0)
+    if not stacked.is_floating_point():
+        return stacked.sum(0)
+    total = stacked.to(torch.float64).sum(0)
+    return (total / len(stacked) if op == "mean" else total).to(stacked.dtype)
 
 
 def _assert_equal(result: Tensor, expected: Tensor, name: str) -> None:
