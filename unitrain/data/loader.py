@@ -394,9 +394,6 @@ class Loader:
             CheckpointError: the state belongs to other data, or can't be continued from.
         """
         current = self.state_dict()
-        missing = current.keys() - state.keys()
-        if missing:
-            raise CheckpointError(f"this is not the state of a loader: it lacks {', '.join(sorted(missing))}.")
         check_same_data(state, current)
         if state["consumed"]:
             self._check_position(state)
