@@ -290,11 +290,6 @@ def test_other_data_of_the_same_length_are_refused() -> None:
         loader(torch.arange(20).flip(0)).load_state_dict(state)
 
 
-def test_a_state_of_something_else_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"not the state of a loader: it lacks consumed, epoch"):
-        plain_loader().load_state_dict({"seed": 0})
-
-
 def test_a_position_that_the_batch_sampler_no_longer_has_is_refused() -> None:
     def loader(most: int) -> Loader:
         return pretended_rank().dataloader(Numbers(20), batch_sampler=[[*range(most)], [*range(most, 20)]])

@@ -25,7 +25,6 @@ from unitrain.data.reading.map_style import COMPARED, MapStyle
 from unitrain.data.reading.sources import make_source
 from unitrain.data.settings import LoaderSettings
 from unitrain.errors import CheckpointError, DataError, UsageError
-from unitrain.process import print_stderr
 
 _WHOLE = (
     "Pass the whole dataset on every rank: the loader shards it. In the same order: sort os.listdir() and what comes "
@@ -378,21 +377,19 @@ class Loader:
         """Continue from ``state`` in the next iteration, with any number of ranks and any backend.
 
         Consumed samples are not read again, except in an iterable dataset without a state to continue from, where they
-        are skipped, and rank 0 prints how many. Order and random numbers follow from the state's seed from now on,
+        are skipped. Order and random numbers follow from the state's seed from now on,
         with a warning if the strategy's seed differs. If the global batch size differs, the rest of the epoch is split
         into batches of the new size, with a warning: each sample is still yielded once, but the batches are not those
         of an uninterrupted run. A dataset that shards itself (``sharded=True``) can continue within an epoch only with
         the same number of ranks and workers.
 
         Raises:
-            CheckpointError: this is not a loader's state, or it belongs to other data, or can't be continued from.
+            CheckpointError: the state belongs to other data, or can't be continued from.
         """
         current = self.state_dict()
-        missing = current.keys() - state.keys()
-        if missing:
-            raise CheckpointError(f"this is not the state of a loader: it lacks {', '.join(sorted(missing))}.")
         check_same_data(state, current)
-        again = self._check_position(state) if state["consumed"] else 0
+        if state["consumed"]:
+            self._check_position(state)
         if state["seed"] != self._config.seed:  # not refused: the script may want other random numbers from here on
             self._communicator.warn(
                 f"the order of the data still follows from the saved run's seed {state['seed']}, although the seed of "
@@ -409,20 +406,16 @@ class Loader:
         self._begin_at(state["consumed"], state["steps"])
         if state["consumed"] and isinstance(self._source, MapStyle):
             self._given.held = state["length"]  # the data may grow before the next iteration, and the epoch stays
-        if again and self._communicator.is_main:
-            print_stderr(
-                f"unitrain: to continue in epoch {self._epoch}, up to {again} samples of this "
-                f"{type(self.dataset).__name__} are read again, since it has no state to continue from exactly."
-            )
 
-    def _check_position(self, state: Mapping[str, Any]) -> int:
-        """Return how many samples of an iterable dataset have to be read again, to continue within an epoch.
+    def _check_position(self, state: Mapping[str, Any]) -> None:
+        """Check that this loader can continue within an epoch, and have a stream do so.
 
         Raises:
             CheckpointError: this loader can't continue from this position; the message names what differs.
         """
         if isinstance(self._source, Iterable):
-            return self._source.resume(state)
+            self._source.resume(state)
+            return
         if self._compared is None:
             self._source.forget()
         seed, epoch = state["seed"], state["epoch"]
@@ -435,4 +428,3 @@ class Loader:
                 "numbers from python's, numpy's or torch's global generators, or from one that is seeded with the "
                 "epoch (set_epoch); or start a new epoch: set loader.epoch."
             )
-        return 0

@@ -83,11 +83,6 @@ class LoaderSettings:
         self._check_size()
         if self.batching is not None:
             self.division = self.batching.division(self.dataset, is_stream=self.is_iterable)
-            if self.division.limit and self.micro_batch_size is not None:
-                raise ConfigError(
-                    f"{self.division.limit} and micro_batch_size={self.micro_batch_size} are mutually exclusive: each "
-                    "determines the number of micro-batches per step."
-                )
 
     @property
     def samples(self) -> int:
@@ -237,13 +232,12 @@ class LoaderSettings:
         Raises:
             ConfigError: two of the three are set.
         """
-        limit = "" if self.division is None else self.division.limit
-        if self.micro_batch_size is not None:
-            limit = f"micro_batch_size={self.micro_batch_size}"
-        if limit and accumulate > 1:
+        limits = [self.division.limit] if self.division is not None and self.division.limit else []
+        limits += [] if self.micro_batch_size is None else [f"micro_batch_size={self.micro_batch_size}"]
+        limits += [f"accumulate={accumulate}"] if accumulate > 1 else []
+        if len(limits) > 1:
             raise ConfigError(
-                f"{limit} and accumulate={accumulate} are mutually exclusive: {limit.partition('=')[0]} determines "
-                "the number of micro-batches per step."
+                f"{' and '.join(limits)} are mutually exclusive: each determines the number of micro-batches per step."
             )
         if self.micro_batch_size is None:
             return accumulate  # 1 with a division's limit

@@ -6,7 +6,6 @@ import faulthandler
 import os
 import pickle
 import re
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -48,9 +47,7 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
             with redirect_stdout(printed):
                 # One limit more, for starting and ending the processes.
                 world.run(_do_in_turn, world, work, folder, limit_s, timeout=limit_s * (len(work) + 1))
-        except (KeyboardInterrupt, pytest.exit.Exception):
-            raise
-        except BaseException as error:  # including pytest's failures and SystemExit
+        except (Exception, pytest.fail.Exception, SystemExit) as error:
             # The cause has the traceback of the rank.
             ended = f"{error.__cause__ or ''}\n{type(error).__name__}: {error}".strip()
         said = f"{ended}\n{printed.getvalue().strip()[-_SHOWN_CHARACTERS:]}"
@@ -103,6 +100,4 @@ def _judged(world: World, duty: Duty, results: Sequence[Path]) -> str:
         duty.judge(world, *duty.arguments, [pickle.loads(result.read_bytes()) for result in results])
     except AssertionError as error:
         return str(error)
-    except Exception:
-        return f"the results of the ranks could not be judged: {traceback.format_exc()}"
     return ""

@@ -148,8 +148,8 @@ class Iterable:
         beginnings = [[*shard, digest] for shard, digest in self._beginnings.items() if current]
         return {"seeks": [number, seeks, beginnings]}
 
-    def resume(self, state: Mapping[str, Any]) -> int:
-        """Continue from a loader's state within an epoch. Return how many samples may have to be read again.
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue from a loader's state within an epoch.
 
         Raises:
             CheckpointError: the shards can't be dealt out such that the rest of the epoch is read once.
@@ -161,10 +161,6 @@ class Iterable:
         self._resumed = _Reading(number, self._dealing_in(state), seeks, began)
         self._seeks_of = -1  # the seeks of this loader's own reading count no more
         self._keep(self._resumed, number, steps)
-        dealing = self._resumed.dealing
-        # A state for each shard that had begun: then nothing needs to be read again.
-        begun = 1 if dealing is None else dealing.parts * min(dealing.groups, steps)
-        return 0 if len(self._seeks) == begun else int(state["consumed"])
 
     def _dealing_in(self, state: Mapping[str, Any]) -> Dealing | None:
         """Return how to deal out the shards in the rest of the epoch of a state."""

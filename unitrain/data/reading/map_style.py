@@ -20,7 +20,6 @@ from unitrain.rng import derived_seed, sample_seeds
 # Number of positions that are looked up at once: one by one, an index costs a hundred times as much. The arrays that
 # this takes stay in a core's cache.
 _LOOK_UP = 2**15
-_LARGE_BATCH = 2**10
 # Number of samples that the ranks compare, and that each of them reads for it.
 COMPARED = 5
 
@@ -154,8 +153,8 @@ def requests(epoch: Epoch, micro_batches: Iterable[MicroBatch], seed: int | None
         number: of the epoch.
     """
     plan = epoch.plan
-    # A division looks samples up for each window anyway. A batch sampler's batches may have any size.
-    most = 1 if plan.division is not None else max(1, _LOOK_UP // (plan.global_batch or _LARGE_BATCH))
+    # A division looks samples up for each window anyway, and those of a batch sampler need no arithmetic.
+    most = 1 if plan.division is not None or plan.global_batch is None else max(1, _LOOK_UP // plan.global_batch)
     coming = iter(micro_batches)
     while gathered := list(islice(coming, most)):
         positions = np.concatenate([micro_batch.positions(plan.part) for micro_batch in gathered])

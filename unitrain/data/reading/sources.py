@@ -7,7 +7,7 @@ from torch.utils.data import default_collate
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.order.samplers import Orders
-from unitrain.data.order.sharding import BatchPlan, EpochPlan, Plan
+from unitrain.data.order.sharding import EpochPlan, Plan
 from unitrain.data.reading.iterable import Iterable, is_sharded
 from unitrain.data.reading.map_style import MapStyle
 from unitrain.data.reading.workers import with_defaults
@@ -60,17 +60,11 @@ def make_source(
     sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
     orders = Orders(plan, lambda: given.samples, shuffle=given.shuffle, sampler=sampler)
     source = MapStyle(dataset, orders, collate, seeded=given.sample_seeding, settings=settings)
-    _check_batches(source.plan(config.seed, 0), given)
-    return source
-
-
-def _check_batches(planned: Plan, given: LoaderSettings) -> None:
+    planned = source.plan(config.seed, 0)
     # At once, and not when a script has trained for nothing: an epoch of no steps raises no other error.
-    if planned.steps:
-        return
-    if isinstance(planned, BatchPlan):
-        raise DataError("the loader has no batches: its batch sampler yields none.")
-    raise DataError(
-        f"the loader has no batches: {planned.samples} samples, a global batch size of {planned.global_batch}, "
-        f"drop_last={given.drop_last}. Use more data or a smaller batch size."
-    )
+    if not planned.steps:
+        raise DataError(
+            f"the loader has no batches: {planned.samples} samples, a global batch size of {planned.global_batch}, "
+            f"drop_last={given.drop_last}. Use more data or a smaller batch size."
+        )
+    return source
