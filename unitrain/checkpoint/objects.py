@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -139,11 +138,8 @@ class ModulePart(ObjectPart):
     def load(self, saved: SentState) -> None:
         """Load a saved state. Collective."""
         make_writable(self.module)
-        now = self.state()
-        state = saved.receive(into=now)
-        if not hasattr(state, "_metadata"):  # several ranks have not saved the versions of its layers
-            values, state = state, copy.copy(now)
-            state.update(values)
+        state = self.state()
+        state.update(saved.receive(into=state))  # and keeps the versions of layers, which several ranks do not save
         self.module.load_state_dict(state)
 
     def remember(self) -> Any:

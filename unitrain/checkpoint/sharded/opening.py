@@ -183,12 +183,24 @@ def opened(located: Located) -> OpenCheckpoint:
 
 def _states(stored: Stored) -> dict[str, Any]:
     """Return the states of modules and optimizers by name, with forms in place of tensors."""
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+    states = _Branch()
+    for key, form in stored.metadata.state_dict_metadata.items():
+        *path, last = stored.metadata.planner_data[key]
+        branch = states
+        for step in path:
+            branch = branch.setdefault(step, _Branch())
+        branch[last] = Form(stored.empty(key, "meta"), key) if hasattr(form, "size") else stored.value(key)
+    by_name = {name: _nested(state) for name, state in states.items()}
+    return {name: numbered_state(state) if GROUPS in state else state for name, state in by_name.items()}
 
-    forms = stored.metadata.state_dict_metadata
-    values = {
-        key: Form(stored.empty(key, "meta"), key) if hasattr(form, "size") else stored.value(key)
-        for key, form in forms.items()
-    }
-    states = unflatten_state_dict(values, stored.metadata.planner_data)
-    return {name: numbered_state(state) if GROUPS in state else state for name, state in states.items()}
+
+class _Branch(dict[Any, Any]):
+    """A dict, or a list by its positions, in nested state. Other dicts are values."""
+
+
+def _nested(value: Any) -> Any:
+    """Return nested dicts and lists in place of branches."""
+    if not isinstance(value, _Branch):
+        return value
+    items = {key: _nested(item) for key, item in value.items()}
+    return [items[position] for position in range(len(items))] if 0 in items else items

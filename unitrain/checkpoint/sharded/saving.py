@@ -124,15 +124,17 @@ def divided(
     """
     if not communicator.sharding.any:
         return Portion(dict(parts))
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint import DefaultSavePlanner
 
     shards, plain, modules = Shards([], []), dict[Keys, Any](), tuple(modules)
     for name in modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
     for name, names in optimizers.items():
         ranks = dict(zip(names, owners(communicator, parts[name][STATE], len(names)), strict=True))
-        values, paths = flatten_state_dict({name: named_state(parts[name], names)})
-        _add(communicator, shards, plain, ((paths[key], value) for key, value in values.items()), ranks)
+        planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+        planner.set_up_planner({name: named_state(parts[name], names)})
+        values = ((planner.mappings[key], value) for key, value in planner.state_dict.items())
+        _add(communicator, shards, plain, values, ranks)
     if not communicator.sharding.of_parameters:
         # All plain values are in rank 0's file, since rank 0 reads them when a run is resumed.
         for of_rank in communicator.all_gather_object(plain):
