@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from needs import HOROVOD
+from pretended import pretended_rank
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,6 +24,7 @@ from torchvision.ops import StochasticDepth
 import unitrain
 from unitrain import ConfigError, UsageError
 from unitrain.features.exact_randomness.draws import SampleDraw, mix
+from unitrain.features.exact_randomness.randomness import ExactRandomness
 from unitrain.rng import mixed
 
 WIDTH, LENGTH, SAMPLES, GLOBAL_BATCH = 8, 5, 22, 6
@@ -154,7 +156,6 @@ TIME_FIRST = nn.LSTM(4, 4, num_layers=2, dropout=0.1)
     [
         (lambda x: F.dropout(x.t()), r"of shape \(4, 6\), whose first dimension is not the 6 samples"),
         (lambda x: x + torch.rand(1, 4), r"of shape \(1, 4\)"),
-        (lambda x: TIME_FIRST(x.expand(5, 6, 4))[0][0], r"of shape \(5, 6, 4\)"),
         (lambda x: x + torch.randperm(4), "does not cover aten::randperm"),
         (lambda x: x * random.random(), "python's or numpy's"),
         (lambda x: x * np.random.rand(), "python's or numpy's"),
@@ -171,10 +172,31 @@ def test_samples_of_unknown_place_are_refused() -> None:
     once(lambda x: x, loaded=False)
 
 
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.LSTM(4, 4, num_layers=2, dropout=0.1), "Make it with dropout=0"),
+        (nn.TransformerEncoderLayer(4, 2, dropout=0.1), r"self_attn is a MultiheadAttention .* with batch_first=True"),
+    ],
+)
+def test_layers_with_another_first_dimension_are_refused(layer: nn.Module, said: str) -> None:
+    with unitrain.init(backend="single", device="cpu", exact_randomness=True) as strategy:
+        with pytest.raises(ConfigError, match=said):
+            strategy.prepare(layer)
+        strategy.prepare(nn.LSTM(4, 4, num_layers=2), nn.TransformerEncoderLayer(4, 2, dropout=0.0))
+
+
 @pytest.mark.parametrize("setting", [{"compile": True}, {"compression": "powersgd"}])
 def test_settings_that_exclude_it(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"exact_randomness.*{next(iter(setting))}.*mutually exclusive"):
         unitrain.init(exact_randomness=True, **setting)
+
+
+def test_a_device_without_float64_is_refused() -> None:
+    sockets = pretended_rank().sockets
+    sockets.communicator.device = torch.device("mps")
+    with pytest.raises(ConfigError, match=r"exact_randomness draws numbers in float64, which device mps lacks"):
+        ExactRandomness().plug_in(sockets)
 
 
 def test_a_process_that_splits_batches_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,16 +186,6 @@ def test_nccl_without_a_gpu() -> None:
         unitrain.init(backend="ddp", ddp={"communication": "nccl"})
 
 
-def test_a_static_graph_and_accumulation_exclude_each_other_under_ddp_alone() -> None:
-    settings: dict[str, Any] = {"ddp": {"static_graph": True}, "accumulate": 2}
-    with pytest.raises(
-        ConfigError, match=r"^ddp\.static_graph is true, and accumulate is 2; they are mutually exclusive: "
-    ):
-        unitrain.init(backend="ddp", **settings)
-    with pytest.warns(UserWarning, match=r"^these settings have no effect with backend 'single': ddp\.$"):
-        unitrain.init(backend="single", **settings)
-
-
 @pytest.mark.parametrize(
     ("launcher", "world_size", "gpus", "said"),
     [

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unitrain.data.order.shares import part_of
-from unitrain.errors import UsageError
+from unitrain.device import precise
+from unitrain.errors import ConfigError, UsageError
 from unitrain.features.exact_randomness.draws import SampleDraw
 from unitrain.rng import derived_seed, mixed, seed_torch
 from unitrain.training.feature import Feature
@@ -44,8 +45,16 @@ class ExactRandomness(Feature, ModulePass):
         self._entered: list[tuple[Tensor, Any] | None] = []
 
     def plug_in(self, sockets: Sockets) -> None:
-        """Plug this into a run."""
+        """Plug this into a run.
+
+        Raises:
+            ConfigError: its device lacks float64.
+        """
         self._device = sockets.communicator.device
+        if precise(self._device) != self._device:
+            raise ConfigError(
+                f"exact_randomness draws numbers in float64, which device {self._device} lacks: set it to cpu."
+            )
         self._batches = sockets.batches
         self._rank, self._shares = sockets.communicator.rank, sockets.prepared.shares
         super().plug_in(sockets)
@@ -56,6 +65,15 @@ class ExactRandomness(Feature, ModulePass):
 
     def apply(self, module: nn.Module) -> None:
         """Let a module's forwards draw random numbers by sample."""
+        for name, layer in module.named_modules():
+            drops = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0
+            if drops and (isinstance(layer, nn.RNNBase) or not layer.batch_first):
+                what = "dropout=0" if isinstance(layer, nn.RNNBase) else "batch_first=True"
+                raise ConfigError(
+                    f"exact_randomness needs tensors whose first dimension is the sample, but {name or 'the model'} is "
+                    f"a {type(layer).__name__} that drops elements of tensors whose first dimension is time. Make it "
+                    f"with {what}, or set exact_randomness to false."
+                )
         enter = module.register_forward_pre_hook(self._enter, prepend=True)
         hook_handles(module).extend([enter, module.register_forward_hook(self._leave, always_call=True)])
 
