@@ -148,9 +148,6 @@ def once(forward: Callable[[Tensor], Tensor], *, loaded: bool = True) -> None:
             model(x)
 
 
-TIME_FIRST = nn.LSTM(4, 4, num_layers=2, dropout=0.1)
-
-
 @pytest.mark.parametrize(
     ("forward", "said"),
     [
