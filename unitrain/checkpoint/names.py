@@ -67,7 +67,7 @@ def in_order(state: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
 
 
 def named_state(state: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return an optimizer's state as DCP has it, by the names of parameters, without what other ranks have."""
+    """Return an optimizer's state as DCP has it, by the names of parameters, without the parts of other ranks."""
     states = {keys[number]: values for number, values in state[STATE].items() if isinstance(values, dict)}
     groups = [{**group, PARAMS: [keys[number] for number in group[PARAMS]]} for group in state[GROUPS]]
     return {**state, STATE: states, GROUPS: groups}

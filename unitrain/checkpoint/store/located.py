@@ -79,7 +79,7 @@ def _parsed(text: bytes, folder: str) -> Manifest:
 
 
 def shown_error(error: ValidationError) -> str:
-    """Return the first error of a validation in one line: where it is, and what it is."""
+    """Return the first error of a validation in one line, with its place."""
     first = error.errors(include_url=False)[0]
     return ": ".join([*filter(None, [".".join(map(str, first["loc"]))]), first["msg"]])
 
@@ -194,7 +194,7 @@ def readable(shown: str, kind: type[Exception] = CheckpointError) -> Iterator[No
 
 @contextmanager
 def intact(shown: str) -> Iterator[None]:
-    """Raise what reading a checkpoint raises as a DamagedError, or as a CheckpointError if that is it."""
+    """Raise errors of reading a checkpoint as a DamagedError, or as a CheckpointError if that is it."""
     try:
         yield
     except (DamagedError, CheckpointError):

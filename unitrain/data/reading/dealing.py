@@ -147,7 +147,7 @@ class Reader:
         return samples
 
     def _seed_of(self, turn: int) -> int:
-        """Return the seed of a turn; with -1, of what comes before the first."""
+        """Return the seed of a turn; with -1, of the time before the first."""
         return derived_seed("shard", self.seed, self.epoch, self.part, self.group, turn)
 
 
