@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from heapq import nsmallest
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from unitrain.job.watch import messages
@@ -287,6 +288,8 @@ class Hub:
 
     def _describe_others(self, asking: int) -> str:
         """Return a description of the ranks that are not waiting, or, if all are, of the call that each waits in."""
-        others = sorted(self._busy - {asking}) or [rank for rank in self._present if rank != asking]
         # Of thousands of ranks, the message names a few.
-        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in others[:_MOST_NAMED])
+        others = nsmallest(_MOST_NAMED, self._busy - {asking})
+        if not others:
+            others = list(islice((rank for rank in self._present if rank != asking), _MOST_NAMED))
+        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in others)
