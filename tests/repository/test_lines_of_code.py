@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("unitrain", "backends")
 
 # Each bound is the number of today: lower those of code and names, and raise those of docstrings and comments.
-MOST_CODE = 23_555
-LEAST_DOCSTRINGS = 0.295  # lines of docstrings for each line of code
-LEAST_COMMENTS = 0.073
+MOST_CODE = 21_164
+LEAST_DOCSTRINGS = 0.319  # lines of docstrings for each line of code
+LEAST_COMMENTS = 0.074
 MOST_PRONOUNS = 2
-MOST_HEADLESS = 9
+MOST_HEADLESS = 8
 
 PRONOUNS = ("one", "own", "found", "its", "before")
 NO_CODE = {
