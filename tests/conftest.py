@@ -51,6 +51,8 @@ _LEAVE_S = 5.0
 _FAILED = pytest.StashKey[bool]()
 # What continuous integration has; a skip for want of one of these hides a failure to install it.
 _REQUIRED = re.compile(r"\b(horovod\w*|mpi|mpirun|mpi4py|gloo|compiler)\b", re.IGNORECASE)
+# The reasons of blocks of the pages, which other tests run, may name anything.
+_OF_PAGES = "Skipped: a block of the documentation:"
 
 
 # -------------------------------------------------------------------------------------------------- what is seen
@@ -209,12 +211,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 # ---------------------------------------------------------------------------------------------- what was skipped
 
 
+def _lacking(reporter: Any) -> list[str]:
+    """Return the reasons of skipped tests that continuous integration does not accept."""
+    reasons = {report.longrepr[2] for report in reporter.stats.get("skipped", [])} if os.environ.get("CI") else ()
+    return sorted(reason for reason in reasons if _REQUIRED.search(reason) and not reason.startswith(_OF_PAGES))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail continuous integration if tests are skipped for lack of something that it must have."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or not os.environ.get("CI") or session.exitstatus != pytest.ExitCode.OK:
-        return
-    reasons = (report.longrepr[2] for report in reporter.stats.get("skipped", []))
-    if any(map(_REQUIRED.search, reasons)):
+    if reporter is not None and session.exitstatus == pytest.ExitCode.OK and _lacking(reporter):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say why the run fails though no test did."""
+    if reasons := _lacking(terminalreporter):
+        terminalreporter.section("CONTINUOUS INTEGRATION MUST NOT SKIP THESE", sep="!", red=True, bold=True)
+        for reason in reasons:
+            terminalreporter.line(reason, red=True)

@@ -52,8 +52,7 @@ def assert_same_result(name: str, folder: Path, nprocs: int, *flags: str) -> Non
     [
         ("torchrun", "mnist"),
         *(pytest.param("torchrun", name, marks=OTHER) for name in ("synthetic", "imagenet", "elastic_mnist")),
-        *(pytest.param(start, "mnist", marks=OTHER) for start in ("python", "mpirun", "horovodrun", "real")),
-        pytest.param("srun", "mnist", marks=pytest.mark.soak),
+        *(pytest.param(start, "mnist", marks=OTHER) for start in ("python", "mpirun", "horovodrun", "srun", "real")),
     ],
 )
 def test_an_example_trains_the_weights_of_horovod(

@@ -87,11 +87,19 @@ def test_state_is_restored(suite: pytest.Pytester) -> None:
 
 @pytest.mark.parametrize(
     ("reason", "ci", "code"),
-    [("Horovod is not installed", "true", 1), ("no MPI here", "", 0), ("no GPU", "true", 0)],
+    [
+        ("Horovod is not installed", "true", 1),
+        ("no MPI here", "", 0),
+        ("no GPU", "true", 0),
+        ("a block of the documentation: another test runs Horovod's", "true", 0),
+    ],
 )
 def test_skips_fail_ci_where_the_engine_is_missing(
     suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, reason: str, ci: str, code: int
 ) -> None:
     monkeypatch.setenv("CI", ci)
-    suite.makepyfile(f"import pytest\n@pytest.mark.skip({reason!r})\ndef test_it(): ...")
-    assert suite.runpytest_inprocess().ret == code
+    suite.makepyfile(f"import pytest\ndef test_it(): pytest.skip({reason!r})")
+    result = suite.runpytest_inprocess()
+    assert result.ret == code
+    if code:
+        result.stdout.fnmatch_lines(["*MUST NOT SKIP*", f"Skipped: {reason}"])
