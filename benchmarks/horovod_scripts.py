@@ -5,8 +5,8 @@
 What is timed is a whole step with the gradients of ResNet-18 and of ResNet-50: forward and backward (as cheap as
 possible: each gradient costs one write), averaging, SGD. Both libraries are in the same processes and take turns:
 Horovod on gloo or on MPI, and ``unitrain.compat.horovod`` on torch.distributed with gloo, which is what
-``unitrain horovod SCRIPT`` uses, or on the same Horovod, which it uses with ``UNITRAIN_BACKEND=horovod``. Horovod's takes
-part twice, which shows the spread. Weights must be equal bit for bit.
+``unitrain horovod SCRIPT`` uses, or on the same Horovod, which it uses with ``UNITRAIN_BACKEND=horovod``. Horovod's
+takes part twice, which shows the spread. Weights must be equal bit for bit.
 """
 
 from __future__ import annotations
