@@ -48,9 +48,8 @@ class LocalSGD(Feature, Replicas):
         failed: whether a step of the round was skipped on this rank, since a loss or gradient was non-finite.
     """
 
-    differ = "with local_sgd, ranks have different ones within a round"
-
     def __init__(self, settings: LocalSGDSettings) -> None:
+        super().__init__("with local_sgd, ranks have different ones within a round")
         self.steps: int = 0
         self.length: int = settings.steps
         self.failed: bool = False

@@ -361,11 +361,15 @@ class Replicas:
 
     A feature that lets ranks train apart for a while replaces it by a subclass.
 
+    Args:
+        differ: as the attribute.
+
     Attributes:
         differ: why the weights differ between ranks after a step, as a clause; "" if they never do.
     """
 
-    differ: str = ""
+    def __init__(self, differ: str = "") -> None:
+        self.differ: str = differ  # not of the class, where Python finds it more slowly: each step asks
 
     @property
     def is_open(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import backward
 
+from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
 from unitrain.training.loop.parts import run_parts
 from unitrain.training.windows.weights import Losses, LossScale, Weight, Weights
@@ -51,12 +52,14 @@ class Backward:
         self._on_host = device.type == "cpu"
         self._searched: set[str] = set()  # windows: a graph of theirs was, for reentrant checkpointing
 
-    def run(self, losses: Losses, share: float, windows: list[Window], last: bool, of_all: bool) -> None:
+    def run(
+        self, losses: Losses, micro_batch: MicroBatch | None, windows: list[Window], last: bool, of_all: bool
+    ) -> None:
         """Run the backward.
 
         Args:
-            losses: the losses.
-            share: of this rank's loss in the mean of its window; used unless the script gave weights.
+            losses: the losses. Unless the script gave weights, a loss has its share in the mean of the window.
+            micro_batch: that they are of; None without a loader.
             windows: of the optimizers whose parameters get gradients.
             last: whether this backward ends the windows.
             of_all: whether these are the windows of all optimizers, so that all leaves of the graph get gradients.
@@ -70,12 +73,16 @@ class Backward:
             if len(losses.each) > 1:
                 run_parts(losses, windows, self._weights, self._scale, partial(self._run, windows, inputs), last=last)
                 return
-            loss = losses.each[0]
-            weight = losses.weights[0] if losses.weights else share
-            start = None  # autograd then starts from 1, without a tensor
-            if losses.weights or share != 1.0 or self._scale.scaler is not None:
-                start = self._scale.start(loss, weight)
-            if self._on_host and not losses.weights and share and math.isfinite(loss.item()):
+            loss, weights, start = losses.each[0], self._weights, None
+            if losses.weights:
+                weight = losses.weights[0]
+            elif micro_batch is None:
+                weight = weights.uncounted
+            else:
+                weight = micro_batch.count * weights.of_sample / micro_batch.window
+            if losses.weights or weight != 1.0 or self._scale.scaler is not None:
+                start = self._scale.start(loss, weight)  # otherwise autograd starts from 1, without a tensor
+            if self._on_host and not losses.weights and weight and math.isfinite(loss.item()):
                 backward(loss, start, inputs=inputs)  # the usual case, without a call
             else:
                 self._run(windows, inputs, loss, start, weight)

@@ -66,7 +66,7 @@ class TrainingStep:
     def __init__(self, sockets: Sockets, scaler: torch.amp.GradScaler | None) -> None:
         ranks, backend, config = sockets.communicator, sockets.backend, sockets.config
         self._pulse, self._accumulate = ranks.collectives.pulse, config.accumulate
-        self._pass_boundary = sockets.stopping.pass_boundary  # raises if the run is to be stopped
+        self._stopping = sockets.stopping
         self.window_end_actions: list[Callable[[], None]] = []
         self.hooks: Hooks = sockets.hooks
         self.batches: OpenBatches = sockets.batches
@@ -75,7 +75,7 @@ class TrainingStep:
         self.checks: ScriptChecks = ScriptChecks(ranks, config.accumulate, sockets.prepared.has)
         self.scale: LossScale = LossScale(scaler)
         self._weights = Weights(ranks, sockets.readers.world_size, config.accumulate, self.averaging.unit)
-        self._differentiate = Backward(self._weights, self.scale, ranks.device).run
+        self._autograd = Backward(self._weights, self.scale, ranks.device)
         nonfinite = NonFinitePolicy(ranks, sockets.prepared, config.on_nonfinite)
         self.judge: Judge = Judge(sockets.verdicts, nonfinite, self.scale)
         self.guard: GuardedStep = guard_for(ranks, config.clip_norm, self.judge.forbids)
@@ -104,25 +104,30 @@ class TrainingStep:
             self.checks.before_backward(losses, None if losses.batches else self.batches.micro_batch)
         micro_batch = self.batches.of_backward(losses)
         last = windows[0].micro_batches + 1 >= self._accumulate if micro_batch is None else micro_batch.last
-        losses, total, share = self._weights.weigh(losses, micro_batch)  # weigh
+        given = self._weights.given(losses, micro_batch) if losses.weights else None
         for window in windows:
-            window.enter(micro_batch, total, last)
+            window.enter(micro_batch, given, last)
         if self.averaging.in_step:
             self.averaging.begin(losses, windows, last)
-        self._differentiate(losses, share, windows, last, len(windows) == self.windows.count)  # backward
+        # weigh, backward
+        self._autograd.run(losses, micro_batch, windows, last, len(windows) == self.windows.count)
         if self.averaging.in_step:
             self.averaging.end(windows, last)
         for window in windows:
-            window.leave(last)
+            window.last = last
+            if not last:
+                window.remember_gradients()
 
     def _update(self, window: Window, optimizer: Optimizer, scheduler: Any) -> StepResult:
         """Run the second half, which makes a step at the end of an accumulation window."""
-        if not window.advance():
+        if not window.last:
+            window.advance()
             self.expect_next(window)
             return _WITHIN_WINDOW
+        averages = self.averaging.in_step
         if window.shared.rivals:
             self.windows.separate_for_update(window)
-        if self.averaging.in_step:
+        if averages:
             self.averaging.finish(window)  # average
         gradients = self.guard.gradients(window.parameters)
         if not gradients:
@@ -134,11 +139,18 @@ class TrainingStep:
         stepped, norm = self._judge_clip_and_step(optimizer, window, gradients)  # judge, clip, update
         window.clear()
         self._pulse.step += 1  # count, whether or not weights have changed: every rank has come as far
-        if self.averaging.in_step or self.scale.scaler is not None:
+        if averages or self.scale.scaler is not None:
             self._follow(window)
         if stepped and scheduler is not None:
             self.step_scheduler(scheduler)
-        self._end_step()  # boundary
+        if not self.replicas.differ or self.replicas.end_step():  # the ranks have one model
+            if self.window_end_actions:
+                self._end_windows()
+            # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
+            if self.batches.micro_batch is None and (self.windows.count == 1 or not self.windows.any_open):
+                for reached in self.hooks.at_boundary:
+                    reached()
+                self._stopping.pass_boundary()  # boundary: raises if the run is to be stopped
         return _PLAIN_STEP if stepped and norm is None else StepResult(stepped, norm, not stepped)
 
     # --------------------------------------------------------------------------------------------------- its callers
@@ -236,19 +248,12 @@ class TrainingStep:
             self.checks.schedulers.look(scheduler)
         scheduler.step()
 
-    def _end_step(self) -> None:
-        """If the ranks have one model, run the actions that wait for the end of all windows, and pass the boundary."""
-        if self.replicas.differ and not self.replicas.end_step():
-            return
-        if self.window_end_actions and not self.windows.any_open:
+    def _end_windows(self) -> None:
+        """Run the actions that wait for the end of all windows, if all have ended."""
+        if not self.windows.any_open:
             actions, self.window_end_actions = self.window_end_actions, []
             for action in actions:
                 action()
-        # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
-        if self.batches.micro_batch is None and (self.windows.count == 1 or not self.windows.any_open):
-            for reached in self.hooks.at_boundary:
-                reached()
-            self._pass_boundary()
 
     # ------------------------------------------------------------------------------------------- what others ask for
 
@@ -288,8 +293,8 @@ class TrainingStep:
 
     def end_epoch(self) -> None:
         """Give all ranks one model. Collective."""
-        if self.replicas.end_epoch():
-            self._end_step()
+        if self.replicas.end_epoch() and self.window_end_actions:
+            self._end_windows()
 
     def end(self) -> None:
         """Tell the hooks that the run ends, and warn if the script has left out a batch."""

@@ -7,7 +7,6 @@ unknown beforehand (``weight=``), the weights are summed over the ranks, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import Any
 from zlib import crc32
 
@@ -82,12 +81,6 @@ class Losses:
         self.each = [checked(loss) for loss in losses]
         self.weights = [*weights, *(rest if len(losses) > 1 else ())]
 
-    def of_stand_in(self) -> Losses:
-        """Return the same losses with weight 0."""
-        losses, count = copy(self), len(self.each)
-        losses.weights = [*(0.0 for _ in self.each), *self.weights[count:]]
-        return losses
-
 
 def _batch_of_each(loss: Any, batch: Any) -> Sequence[Any]:
     """Return the batch of each loss, if the script passes as many as losses, or the one batch that all are of."""
@@ -138,6 +131,8 @@ class Weights:
     Attributes:
         communicator: as the argument.
         unit: as the argument.
+        of_sample: the share of a loss in the mean of its window, for each sample, times the window's samples.
+        uncounted: the share of a loss without a loader.
     """
 
     def __init__(self, communicator: Communicator, readers: int, accumulate: int, unit: int) -> None:
@@ -145,28 +140,17 @@ class Weights:
         self._device = precise(communicator.device)  # that has float64, in which numbers of tokens add up exactly
         self._accumulate = accumulate
         self.unit: int = unit
-        self._of_sample = unit * readers / communicator.world_size  # several ranks may have a part of it
+        self.of_sample: float = unit * readers / communicator.world_size  # several ranks may have a part of it
         # Without a loader, all batches are taken to have one size, so each has the same weight.
-        self._uncounted = unit / (communicator.world_size * accumulate)
+        self.uncounted: float = unit / (communicator.world_size * accumulate)
 
-    def weigh(self, losses: Losses, micro_batch: MicroBatch | None) -> tuple[Losses, Weight | None, float]:
-        """Weigh the losses of a micro-batch. Not collective.
-
-        Args:
-            losses: the losses.
-            micro_batch: None without a loader.
-
-        Returns:
-            The losses, with weight 0 if the micro-batch has no samples; the weight that the script gives, several as a
-            vector, or None; and, without weights, the share of this rank's loss in the mean of its window.
-        """
-        if not losses.weights:
-            share = self._uncounted if micro_batch is None else micro_batch.count * self._of_sample / micro_batch.window
-            return losses, None, share
+    def given(self, losses: Losses, micro_batch: MicroBatch | None) -> Weight:
+        """Return the weights that the script gives, several as a vector. Without samples, all become 0."""
         if micro_batch is not None and not micro_batch.count:
-            losses = losses.of_stand_in()
+            count = len(losses.each)
+            losses.weights[:count] = [0.0] * count
         weights = losses.weights
-        return losses, self.vector(weights) if len(weights) > 1 else weights[0], 1.0
+        return self.vector(weights) if len(weights) > 1 else weights[0]
 
     def vector(self, weights: Sequence[Weight]) -> Tensor:
         """Return several weights as a vector."""

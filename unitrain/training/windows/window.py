@@ -38,7 +38,7 @@ class Shared:
 class Window:
     """The accumulation window of one optimizer: its parameters, and the micro-batches since its last step.
 
-    Only its methods write to it.
+    Only its methods write to it, and to ``last`` those who run backwards.
 
     Attributes:
         reference: to the optimizer, which is freed when the script drops it.
@@ -125,17 +125,10 @@ class Window:
         if weight is not None and self.last is None:
             self.total.add(weight, last=last)
 
-    def leave(self, last: bool) -> None:
-        """Record that the backward has ended."""
-        self.last = last
-        if not last:
-            self.remember_gradients()
-
-    def advance(self) -> bool:
-        """Complete a micro-batch. Return whether it ends the window."""
+    def advance(self) -> None:
+        """Complete a micro-batch that does not end the window."""
         self.micro_batches += 1
-        self.last = self.last or None  # the next micro-batch has had no backward yet
-        return self.last is not None
+        self.last = None  # the next micro-batch has had no backward yet
 
     def rescale(self, gradients: list[Tensor]) -> None:
         """Turn the sum of gradients into the gradients of the window's mean loss, if its shares were not known.
