@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
@@ -40,6 +41,19 @@ def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
     assert other["image"] is other["tied"]
     assert other["image"].equal(image)
     assert other["few"].to_dense().equal(image)
+
+
+@pytest.mark.parametrize("sizes", [[5], [5, 3], [1, 1, 9], [9, 1, 1], [0, 0], [4] * 7])
+def test_two_threads_copy_all_of_a_state(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    state = [torch.randn(size, requires_grad=True) for size in sizes]
+    with ThreadPoolExecutor(1) as thread:
+        copied = snapshot(state, [], thread)
+    for copy, original in zip(copied, state, strict=True):
+        assert copy.equal(original)
+        assert not copy.requires_grad
+        copy.fill_(7.0)
+        assert not copy.numel() or not copy.equal(original)
 
 
 def test_each_gpu_that_is_copied_from_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,12 @@ What is written is in host memory: files of GPU tensors can't be loaded where th
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import threading
+from bisect import bisect
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -48,7 +50,7 @@ class Background:
     def run(self, portion: Portion, write: Callable[[Portion], None]) -> Future[None]:
         """Start to write a snapshot of a portion, once the previous one is written. The portion is emptied."""
         self.wait()  # its memory takes the new one
-        copied = portion.copied(lambda state: snapshot(state, self._memory))
+        copied = portion.copied(lambda state: snapshot(state, self._memory, self._thread))
         # Tensors that are freed let other threads run: after submit, this one would wait until the new one has begun.
         portion.parts.clear()
         portion.shards.values.clear()
@@ -181,7 +183,7 @@ class Writer:
 # -------------------------------------------------------------------------------------------------------- host memory
 
 
-def snapshot(state: Any, memory: Memory | None = None) -> Any:
+def snapshot(state: Any, memory: Memory | None = None, thread: Executor | None = None) -> Any:
     """Return a copy of nested state in host memory. Tensors that share their elements are one.
 
     Tensors on a GPU are copied asynchronously into pinned memory, and synchronised once at the end.
@@ -190,6 +192,7 @@ def snapshot(state: Any, memory: Memory | None = None) -> Any:
         state: the nested state.
         memory: of an earlier snapshot, which becomes invalid. It is replaced by that of this one, which uses it again
             where the form is the same, as most of the cost is that of new memory.
+        thread: copies a part of the state, if torch computes in a single thread, as under torchrun.
     """
     memory = [] if memory is None else memory
     free, gpus = iter(memory.copy()), set[torch.device]()
@@ -219,13 +222,26 @@ def snapshot(state: Any, memory: Memory | None = None) -> Any:
         result = _copied(state, copied)
         # Only now, since the copies displace all that the lines above use from the processor's cache.
         if sources and all(source.is_cpu for source in sources):
-            torch._foreach_copy_(targets, sources)
+            _copy(targets, sources, thread)
         else:  # not every device can
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=bool(gpus))
     for device in gpus:
         streams_of(device).current_stream(device).synchronize()
     return result
+
+
+@torch.no_grad()  # which is a thread's own
+def _copy(targets: list[Tensor], sources: list[Tensor], thread: Executor | None = None) -> None:
+    """Copy tensors on the CPU, half of the bytes in another thread if torch itself uses only one."""
+    if thread is not None and len(sources) > 1 and torch.get_num_threads() == 1:
+        sums = list(itertools.accumulate(source.nbytes for source in sources))
+        half = min(bisect(sums, sums[-1] / 2) + 1, len(sources) - 1)
+        rest = thread.submit(_copy, targets[half:], sources[half:])
+        _copy(targets[:half], sources[:half])
+        rest.result()
+    else:
+        torch._foreach_copy_(targets, sources)
 
 
 def on_host(state: Any) -> Any:
