@@ -31,6 +31,13 @@ _NEVER = 2**31 - 1
 _LARGEST_FROM_HEAP = 32 * 2**20  # the largest value that glibc accepts
 
 
+def cache_folder() -> Path:
+    """Return UniTrain's cache folder: UNITRAIN_CACHE, else ``unitrain`` in the user's cache folder."""
+    if chosen := os.environ.get("UNITRAIN_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "unitrain"
+
+
 def print_stdout(message: str) -> None:
     """Print on stdout, after the script's own output. Like ``print_stderr``, never raises an error."""
     with suppress(OSError, ValueError, AttributeError):

@@ -19,10 +19,11 @@ from unitrain.commands.horovod import check as horovod_check
 from unitrain.commands.horovod import install
 from unitrain.commands.horovod.build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
 from unitrain.commands.horovod.check import check_allreduce, find_horovod
-from unitrain.commands.horovod.install import cache_folder, install_horovod, wheel_version
+from unitrain.commands.horovod.install import install_horovod, wheel_version
 from unitrain.errors import BackendError
 from unitrain.launch.local import toolchain
 from unitrain.launch.local.toolchain import Mpi, find_mpi
+from unitrain.process import cache_folder
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", Path("/opt/mpi/bin/mpirun"), Path("/opt/mpi/bin/mpicxx"))
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from unitrain.call_site import is_user_code
 from unitrain.errors import BackendError, CommunicationError, ConfigError, LaunchError, UnitrainError
+from unitrain.job import last_error
 from unitrain.job.ending import end_for_others, is_succeeded
 from unitrain.job.job import CAUSE_S, Job, current
 from unitrain.job.watch.messages import Verdict
@@ -94,6 +95,7 @@ class FailureHook:
             if on_all_ranks:
                 exit_now(code)
             end_for_others(f"unitrain: {watch}: stopped because {verdict.text}", code)
+        last_error.keep(f"{summary(error)}, on rank {launch.rank} of {launch.world_size}, by {launch.launcher}")
         if isinstance(error, UnitrainError):
             # The traceback of a UniTrain error would show the library. Its message and the line of the script are
             # enough.

@@ -14,6 +14,7 @@ from operator import getitem
 from typing import Any
 
 from unitrain.commands.doctor.probes import Finding
+from unitrain.job import last_error
 from unitrain.launch.detect import detect
 from unitrain.settings.resolution import resolve_strategy
 from unitrain.settings.schema import as_string, dotted, groups_of
@@ -28,14 +29,21 @@ _PERSONAL = {
 }
 
 
-def probes_of_report() -> dict[str, Callable[[], str]]:
-    """Return the probes that only a report has: the system, the place in the job, settings and variables."""
+def probes_of_report() -> dict[str, Callable[[], Finding | str]]:
+    """Return the probes that only a report has: system, place in the job, settings, variables and the last error."""
     return {
         "system": lambda: f"{platform.platform()}, {platform.freedesktop_os_release()['PRETTY_NAME']}",
         "place": _place,
         "settings_of_the_environment": lambda: _changed(resolve_strategy(None, {}, os.environ)),
         "variables": lambda: ", ".join(sorted(name for name in os.environ if name.startswith(_VARIABLES))) or "none",
+        "last_error": _last_error,
     }
+
+
+def _last_error() -> Finding:
+    """Return the last error that ended a job."""
+    text = last_error.kept()
+    return Finding("error", text) if text else Finding("ok", "none")
 
 
 def as_markdown(findings: Mapping[str, Finding]) -> str:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import platform
 import sys
 import sysconfig
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from filelock import FileLock
@@ -24,6 +22,7 @@ from unitrain.commands.horovod.build import VERSION, build, check_tools, edits_f
 from unitrain.commands.horovod.check import HorovodBuild, check_allreduce, find_horovod
 from unitrain.errors import BackendError
 from unitrain.launch.local.toolchain import Mpi, find_cuda, find_mpi, installed_version
+from unitrain.process import cache_folder
 
 # UniTrain itself requires what else Horovod does: cloudpickle, packaging, psutil and pyyaml.
 _REQUIREMENTS = ("cffi", "setuptools", "wheel")
@@ -114,13 +113,6 @@ def wheel_version(mpi: Mpi | None, gpu: str | None) -> str:
         "edits": [edit._asdict() for edit in edits_for(gpu)],
     }
     return f"{VERSION}+unitrain{_digest(json.dumps(depends_on, sort_keys=True))}"
-
-
-def cache_folder() -> Path:
-    """Return UniTrain's cache folder: UNITRAIN_CACHE, else ``unitrain`` in the user's cache folder."""
-    if chosen := os.environ.get("UNITRAIN_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "unitrain"
 
 
 def _digest(value: str) -> str:
