@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer, SparseAdam
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.comparison import difference_between_ranks
 from unitrain.communication.state_transfer import SentState, broadcast_tensors, outline
-from unitrain.compat.horovod.matching import HorovodInternalError
-from unitrain.compat.horovod.process_sets import ProcessSet, global_process_set
+from unitrain.compat.horovod.process_sets import HorovodInternalError, ProcessSet, global_process_set
 
 T = TypeVar("T")
 
@@ -37,7 +36,7 @@ def broadcast_parameters(params: dict[str, Tensor] | Iterable[Any], root_rank: i
         tensors = [tensor for _, tensor in named]
         broadcast_tensors(communicator, tensors, tensors, src=root_rank)
 
-    global_process_set.queue().call("broadcast_parameters", None, (root_rank,), send)
+    global_process_set.call("broadcast_parameters", None, (root_rank,), send)
 
 
 def check_same(communicator: Communicator, caller: str, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -66,12 +65,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
         optimizer: the optimizer, distributed or not.
         root_rank: the rank that has the state.
         model: has no effect.
-
-    Raises:
-        ValueError: it is L-BFGS: its state is not one dict for each parameter.
     """
-    if isinstance(optimizer, LBFGS):
-        raise ValueError("the state of torch.optim.LBFGS can't be broadcast: it begins anew on all ranks.")
 
     def send(communicator: Communicator) -> None:
         if communicator.broadcast_data(not optimizer.state, root_rank) and not optimizer.state:
@@ -84,7 +78,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
             group.update(loaded)
         optimizer.param_groups = groups  # the same dicts: the optimizer that was wrapped, and its scheduler, have them
 
-    global_process_set.queue().call("broadcast_optimizer_state", None, (root_rank,), send)
+    global_process_set.call("broadcast_optimizer_state", None, (root_rank,), send)
 
 
 def _step_without_gradients(optimizer: Optimizer) -> None:
@@ -111,7 +105,7 @@ def broadcast_object(
     def send(communicator: Communicator) -> T:
         return communicator.broadcast_object(obj, process_set.ranks.index(root_rank))
 
-    return process_set.queue().call("broadcast_object", name, (root_rank,), send)
+    return process_set.call("broadcast_object", name, (root_rank,), send)
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
@@ -121,4 +115,4 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
         obj: as of ``Communicator.all_gather_object``.
         name: matches the calls of the ranks.
     """
-    return global_process_set.queue().call("allgather_object", name, (), lambda ranks: ranks.all_gather_object(obj))
+    return global_process_set.call("allgather_object", name, (), lambda ranks: ranks.all_gather_object(obj))

@@ -2,7 +2,7 @@
 
 Buckets are made in the first step, once the ranks have compared what they train. From then on each bucket is sent by a
 communicator that nothing else uses. So what ranks call between the backward and the step can't meet a bucket, even if
-their losses use different parameters. In ``step`` the ranks meet in the queue of the other operations: they find out
+their losses use different parameters. In ``step`` the ranks meet in the round of the other operations: they find out
 there if one has not come, or has joined.
 """
 
@@ -10,67 +10,91 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
-from unitrain.compat.horovod.collectives import Average, Sum
+from unitrain.compat.horovod.collectives import Average, Sum, reduce, reduce_sparse
 from unitrain.compat.horovod.compression import Compression, Compressor
 from unitrain.compat.horovod.functions import check_same
-from unitrain.compat.horovod.matching import STAND_INS, Form, HorovodInternalError
-from unitrain.compat.horovod.operations import OPS, reduce, reduce_sparse
-from unitrain.compat.horovod.process_sets import ProcessSet, global_process_set
+from unitrain.compat.horovod.process_sets import STAND_INS, ProcessSet, global_process_set
 from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import GradientReducer
 
-OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 _VERB = "DistributedOptimizer"
 _WIRE_DTYPES = {Compression.none: None, Compression.fp16: torch.float16}
-_of_all_ranks: weakref.WeakValueDictionary[str, Distributed] = weakref.WeakValueDictionary()
+_of_all_ranks: weakref.WeakValueDictionary[str, DistributedOptimizer] = weakref.WeakValueDictionary()
+STAND_INS[_VERB] = lambda ranks, name, form: _of_all_ranks[name].reduce_gradients(ranks, joined=True)
 
 
-class Distributed(Optimizer):
-    """The part that ``DistributedOptimizer`` adds to an optimizer's class."""
+class DistributedOptimizer(Optimizer):
+    """An optimizer that reduces the gradients over the ranks before each step.
 
-    backward_passes_per_step: int
-    process_set: ProcessSet
+    It is of a subclass of the optimizer's class, too, and shares its parameter groups and its state.
 
-    def distribute(
-        self, names: dict[Parameter, str], process_set: ProcessSet, passes: int, op: int, factor: float,
-        wire_dtype: torch.dtype | None, sparse_as_dense: bool,
+    Args:
+        optimizer: the optimizer.
+        named_parameters: the names of all parameters, for messages: ``model.named_parameters()``.
+        compression: ``Compression.none`` or ``Compression.fp16``.
+        backward_passes_per_step: the number of backwards before each step; their gradients are added up.
+        op: Average or Sum.
+        gradient_predivide_factor: a part of the size that Average divides by before the sum, and not after it.
+        num_groups: has no effect.
+        groups: has no effect: gradients are always sent in groups, of 25 MiB.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: the ranks to reduce over. Other ranks train alone.
+
+    Raises:
+        UsageError: ``op`` or ``compression`` is another one.
+        ValueError: another argument is wrong, or parameters have no name, or one that is not unique.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+        compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
+        gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
     ) -> None:  # fmt: skip
-        """Begin to reduce the gradients of parameters, which are all that are trained, and have names."""
-        self.backward_passes_per_step, self.process_set = passes, process_set
-        self._names, self._op, self._factor = names, op, factor
-        self._wire_dtype, self._sparse_as_dense = wire_dtype, sparse_as_dense
-        self._passes: dict[Parameter, int] = {}  # backwards since the last step
+        if op not in (Average, Sum) or compression not in _WIRE_DTYPES:
+            raise UsageError("DistributedOptimizer has no Adasum: use op=hvd.Average; and compression none or fp16.")
+        if gradient_predivide_factor != 1.0 and op != Average:
+            raise ValueError("gradient_predivide_factor is a part of a mean, and op is not Average: leave it at 1.")
+        kind = type(optimizer)
+        self.__class__ = type(kind.__name__, (DistributedOptimizer, kind), {"__module__": kind.__module__})
+        # A scheduler puts another step() into the object.
+        vars(self).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        self.backward_passes_per_step = backward_passes_per_step
+        self.process_set, self._op, self._factor = process_set, op, gradient_predivide_factor
+        self._wire_dtype, self._sparse_as_dense = _WIRE_DTYPES[compression], sparse_as_dense
+        self._names = _names(optimizer, named_parameters)
+        self._passes: Counter[Parameter] = Counter()  # backwards since the last step
         self._sparse: list[Parameter] = []
         self._reducer: GradientReducer | None = None
-        self._synchronized = self._skips = self._reduces = False
-        if process_set.included() is False:
-            return  # ranks that are not in the process set train alone
-        queue = process_set.queue()  # ValueError unless it is registered
-        self._name = queue.next_name(_VERB)
-        self._reduces = queue.communicator.world_size > 1
+        self._synchronized = self._skips = False
+        self._reduces = process_set.included() is not False and process_set.communicator.world_size > 1
+        if not self._reduces:
+            return
+        self._name = process_set.next_name(_VERB)
         if process_set is global_process_set:
             _of_all_ranks[f"{_VERB}.{self._name}"] = self
         this = weakref.proxy(self)  # an optimizer that the script has dropped reduces nothing
-        for p in names if self._reduces else ():
+        for p in self._names:
             hook = p.register_post_accumulate_grad_hook(lambda p: this._count(p))  # type: ignore[no-untyped-call]
             weakref.finalize(self, hook.remove)
 
     def _count(self, p: Parameter) -> None:
         """Count a gradient, before the buckets do."""
-        passes = self._passes[p] = self._passes.get(p, 0) + 1
-        if passes > self.backward_passes_per_step:
+        self._passes[p] += 1
+        if self._passes[p] > self.backward_passes_per_step:
             raise AssertionError(
-                f"the gradient of {self._names[p]} was computed {passes} times before step(), but "
-                f"backward_passes_per_step is {self.backward_passes_per_step}: raise it, to accumulate gradients."
+                f"the gradient of parameter {self._names[p]} was computed {self._passes[p]} times before step(): raise "
+                f"backward_passes_per_step, which is {self.backward_passes_per_step}, to accumulate gradients."
             )
 
     def _make_reducer(self, ranks: Communicator) -> GradientReducer:
@@ -106,9 +130,9 @@ class Distributed(Optimizer):
         for p in self._sparse:
             assert p.grad is not None  # but may be dense: zeros
             if self._sparse_as_dense:
-                p.grad = reduce(ranks, p.grad.to_dense(), OPS[self._op], 1.0, 1.0).to_sparse(1)
+                p.grad = reduce(ranks, p.grad.to_dense(), self._op).to_sparse(1)
             else:
-                p.grad = reduce_sparse(ranks, p.grad if p.grad.is_sparse else p.grad.to_sparse(1), OPS[self._op])
+                p.grad = reduce_sparse(ranks, p.grad if p.grad.is_sparse else p.grad.to_sparse(1), self._op)
         for p in self._names:
             if joined or not p.requires_grad:
                 p.grad = None
@@ -128,7 +152,7 @@ class Distributed(Optimizer):
                 "their gradients are not reduced: call it after that."
             )
         if self._reduces:
-            self.process_set.queue().call(_VERB, self._name, (), self.reduce_gradients)
+            self.process_set.call(_VERB, self._name, (), self.reduce_gradients)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -180,72 +204,10 @@ class Distributed(Optimizer):
         self.backward_passes_per_step = passes
 
 
-def _reduce_zeros(ranks: Communicator, name: str, form: Form) -> None:
-    if name not in _of_all_ranks:
-        raise HorovodInternalError(
-            f"another rank makes a step of {name!r}, which this rank, which has joined, has no more: keep the "
-            "optimizer until hvd.join() returns."
-        )
-    _of_all_ranks[name].reduce_gradients(ranks, joined=True)
-
-
-STAND_INS[_VERB] = _reduce_zeros
-
-
-def DistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: OptimizerType, named_parameters: Iterable[tuple[str, Parameter]] | None = None,
-    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
-    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> OptimizerType:  # fmt: skip
-    """Return an optimizer that reduces the gradients over the ranks before each step.
-
-    It is of a subclass of the optimizer's class, and shares its parameter groups and its state.
-
-    Args:
-        optimizer: the optimizer.
-        named_parameters: the names of all parameters, for messages: ``model.named_parameters()``.
-        compression: ``Compression.none`` or ``Compression.fp16``.
-        backward_passes_per_step: the number of backwards before each step; their gradients are added up.
-        op: Average or Sum.
-        gradient_predivide_factor: a part of the size that Average divides by before the sum, and not after it.
-        num_groups: has no effect.
-        groups: has no effect: gradients are always sent in groups, of 25 MiB.
-        sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: the ranks to reduce over.
-
-    Raises:
-        UsageError: ``op`` or ``compression`` is another one.
-        ValueError: another argument is wrong, or parameters have no name, or one that is not unique.
-    """
-    if op not in (Average, Sum) or compression not in _WIRE_DTYPES:
-        raise UsageError(
-            "DistributedOptimizer supports op Average and Sum, not Adasum: use hvd.Average; and compression none and "
-            "fp16."
-        )
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor is a part of a mean, and op is not Average: leave it at 1.")
-    names, kind = _names(optimizer, named_parameters), type(optimizer)
-    made: Any = object.__new__(type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__}))
-    # A scheduler puts another step() into the object.
-    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    made.distribute(
-        names, process_set, backward_passes_per_step, op, gradient_predivide_factor, _WIRE_DTYPES[compression],
-        sparse_as_dense,
-    )  # fmt: skip
-    return cast(OptimizerType, made)
-
-
 def _names(optimizer: Optimizer, named: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:
-    """Return the names of the parameters of an optimizer that are trained.
-
-    ValueError if there are names, but not of all parameters, or not unique.
-    """
+    """Return the names of the parameters of an optimizer that are trained. ValueError unless each has one of its own."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    pairs = [(f"number {i}", p) for i, p in enumerate(parameters)] if named is None else list(named)
-    names, by_name = {p: name for name, p in pairs}, dict(pairs)
-    if twice := sorted({name for name, p in pairs if by_name[name] is not p}):
-        raise ValueError(f"named_parameters has the same name for several parameters: {', '.join(twice)}.")
-    if unnamed := [tuple(p.shape) for p in parameters if p not in names]:
-        raise ValueError(f"named_parameters lacks parameters of the optimizer, of the shapes {unnamed}: name all.")
+    names = {p: str(name) for name, p in (enumerate(parameters) if named is None else named)}
+    if len(set(names.values())) < len(names) or not names.keys() >= set(parameters):
+        raise ValueError("named_parameters needs a name for each parameter of the optimizer, and different ones.")
     return {p: names[p] for p in parameters if p.requires_grad}
