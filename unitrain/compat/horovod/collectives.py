@@ -8,7 +8,7 @@ rows and keeps its own. A product gathers, and multiplies. So they move more byt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -25,7 +25,6 @@ from unitrain.errors import UsageError
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 _REDUCTIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max"}
-_NONE = Compression.none
 
 
 def _submit(
@@ -45,8 +44,8 @@ def _submit(
     """
     single = isinstance(tensors, Tensor)
     group: list[Tensor] = [tensors] if single else tensors
-    if any(tensor.layout != torch.strided for tensor in group):
-        raise ValueError(f"{verb} needs a dense tensor: pass tensor.to_dense().")
+    if any(tensor.layout != torch.strided or not tensor.is_contiguous() for tensor in group):  # as Horovod
+        raise ValueError(f"{verb} needs a dense, contiguous tensor: pass tensor.contiguous() or tensor.to_dense().")
     if verb in ("allgather", "alltoall", "reducescatter") and not all(tensor.dim() for tensor in group):
         raise ValueError(f"{verb} needs a tensor with rows, not a scalar: pass tensor.unsqueeze(0).")
     first = 1 if verb in ("allgather", "alltoall") else 0  # the ranks may have different numbers of rows
@@ -62,10 +61,8 @@ def _submit(
 
 
 def _copied(tensors: Any) -> Any:
-    """Return a contiguous copy of a tensor, or of each of several."""
-    if not isinstance(tensors, Tensor):
-        return [*map(_copied, tensors)]
-    return tensors.detach().clone(memory_format=torch.contiguous_format)
+    """Return a copy of a tensor, or of each of several."""
+    return tensors.detach().clone() if isinstance(tensors, Tensor) else [*map(_copied, tensors)]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -80,41 +77,44 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *ctx.back(grads)
+        return None, None, *ctx.back([grad.contiguous() for grad in grads])
 
 
-def _variant(name: str, submit: Callable[..., Operation]) -> Callable[..., Any]:
-    """Return the variant of a verb that has a name.
+def _variants(submit: Callable[..., Operation], suffixes: tuple[str, ...] = ("", "_async")) -> Iterator[Any]:
+    """Yield the functions of a verb, then those of the same with several tensors.
 
     Args:
-        name: begins with ``grouped_`` for several tensors, has ``_async`` for a handle as the result, and ends with
-            ``_`` to overwrite the tensors. The variants that return other tensors are differentiable.
-        submit: submits the verb for a tensor, or for several, which it may overwrite. Its argument ``compression`` is
-            for differentiable variants.
+        submit: submits the verb for a tensor, or for several, which it may overwrite.
+        suffixes: of their names: ``_async`` returns a handle, and ``_`` at the end overwrites the tensor. Without
+            either, a function is differentiable, and has the argument ``compression``, if ``submit`` has it.
     """
-    several, waits, in_place = name.startswith("grouped_"), "_async" not in name, name.endswith("_")
-    differentiable = waits and not in_place
+    for prefix in ("", "grouped_"):
+        for suffix in suffixes:
+            yield _variant(prefix, submit, suffix)
+
+
+def _variant(prefix: str, submit: Callable[..., Operation], suffix: str) -> Callable[..., Any]:
+    label = "tensors" if prefix else "tensor"
     first, *others = inspect.signature(submit).parameters.values()
-    first = first.replace(name="tensors" if several else "tensor")
-    others = [parameter for parameter in others if differentiable or parameter.name != "compression"]
-    signature = inspect.Signature([first, *others])
+    others = [parameter for parameter in others if not suffix or parameter.name != "compression"]
+    signature = inspect.Signature([first.replace(name=label), *others])
 
     def variant(*args: Any, **kwargs: Any) -> Any:
         options = signature.bind(*args, **kwargs).arguments
-        given = options.pop(first.name)
-        if not differentiable:
-            operation = submit(given if in_place else _copied(given), **options)
-            return synchronize(operation) if waits else operation
-        compression = options.get("compression", _NONE)
-        parts, contexts = zip(*map(compression.compress, given if several else [given]), strict=True)
-        results = _Differentiable.apply(partial(submit, **options), not several, *parts)
-        # Alltoall has a second result.
-        whole = [compression.decompress(*pair) for pair in zip_longest(results, contexts)]
-        return whole if several or len(whole) > 1 else whole[0]
+        given = options.pop(label)
+        if suffix:
+            operation = submit(given if suffix.endswith("_") else _copied(given), **options)
+            return operation if "async" in suffix else synchronize(operation)
+        compression = options.get("compression", Compression.none)
+        parts, contexts = zip(*map(compression.compress, given if prefix else [given]), strict=True)
+        results = _Differentiable.apply(partial(submit, **options), not prefix, *parts)
+        whole = tuple(compression.decompress(*pair) for pair in zip_longest(results, contexts))
+        # Of alltoall, the second result is the numbers of rows.
+        return whole if prefix or options.get("splits") is not None else whole[0]
 
-    notes = {"of several tensors": several, "submitted, with a handle": not waits, "in place": in_place}
-    variant.__doc__ = ". ".join([str(submit.__doc__), *(note for note in notes if notes[note])])
-    variant.__name__, variant.__signature__ = name, signature  # type: ignore[attr-defined]
+    variant.__name__ = f"{prefix}{submit.__name__[1:]}{suffix}"
+    variant.__doc__ = submit.__doc__
+    variant.__signature__ = signature  # type: ignore[attr-defined]
     return variant
 
 
@@ -131,27 +131,23 @@ def _op(op: int | None, average: bool | None) -> int:
 
 
 def _allreduce(
-    tensor: Any, average: bool | None = None, name: str | None = None, compression: type[Compressor] = _NONE,
+    tensor: Any, average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
     op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:  # fmt: skip
-    """Return the mean of a tensor over the ranks, or another reduction"""
+    """Return the mean of a tensor over the ranks, or another reduction."""
     how = _op(op, average), prescale_factor, postscale_factor
 
     def back(grads: Sequence[Tensor]) -> Any:
-        return grouped_allreduce(grads, None, None, _NONE, *how, process_set)
+        return grouped_allreduce(grads, None, None, Compression.none, *how, process_set)
 
     return _submit(process_set, "allreduce", tensor, name, reduce, *how, back=back)
 
 
-allreduce: Callable[..., Tensor] = _variant("allreduce", _allreduce)
-allreduce_: Callable[..., Tensor] = _variant("allreduce_", _allreduce)
-allreduce_async: Callable[..., Operation] = _variant("allreduce_async", _allreduce)
-allreduce_async_: Callable[..., Operation] = _variant("allreduce_async_", _allreduce)
-grouped_allreduce: Callable[..., list[Tensor]] = _variant("grouped_allreduce", _allreduce)
-grouped_allreduce_: Callable[..., tuple[Tensor, ...]] = _variant("grouped_allreduce_", _allreduce)
-grouped_allreduce_async: Callable[..., Operation] = _variant("grouped_allreduce_async", _allreduce)
-grouped_allreduce_async_: Callable[..., Operation] = _variant("grouped_allreduce_async_", _allreduce)
+(
+    allreduce, allreduce_, allreduce_async, allreduce_async_,
+    grouped_allreduce, grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_,
+) = _variants(_allreduce, ("", "_", "_async", "_async_"))  # fmt: skip
 
 
 def reduce(ranks: Communicator, tensor: Tensor, op: int, prescale: float = 1.0, postscale: float = 1.0) -> Tensor:
@@ -163,13 +159,8 @@ def reduce(ranks: Communicator, tensor: Tensor, op: int, prescale: float = 1.0, 
         op: the reduction.
         prescale: by which to multiply before.
         postscale: by which to multiply after.
-
-    Raises:
-        ValueError: the tensor is one of bools or of complex numbers.
     """
-    if tensor.dtype == torch.bool or tensor.is_complex():
-        raise ValueError(f"reductions of {tensor.dtype} are not supported: convert the tensor, for example by .int().")
-    buffer = tensor.data.to(ranks.device).contiguous()
+    buffer = tensor.data.to(ranks.device)
     _scale(buffer, prescale)
     if op == Product:
         buffer.copy_(ranks.collectives.all_gather(buffer).prod(0, dtype=buffer.dtype))
@@ -234,7 +225,7 @@ def _rows(ranks: Communicator, tensor: Tensor, counts: Sequence[int] | None = No
 
 
 def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Operation:
-    """Return the rows of all ranks in one. A rank gets the mean over the ranks of its gradients"""
+    """Return the rows of all ranks in one. A rank gets the mean over the ranks of its gradients."""
     counts: list[list[int]] = []  # of each tensor, those of each rank
 
     def run(ranks: Communicator, tensor: Tensor) -> Tensor:
@@ -250,21 +241,18 @@ def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = g
     return _submit(process_set, "allgather", tensor, name, run, back=back)
 
 
-allgather: Callable[..., Tensor] = _variant("allgather", _allgather)
-allgather_async: Callable[..., Operation] = _variant("allgather_async", _allgather)
-grouped_allgather: Callable[..., list[Tensor]] = _variant("grouped_allgather", _allgather)
-grouped_allgather_async: Callable[..., Operation] = _variant("grouped_allgather_async", _allgather)
+allgather, allgather_async, grouped_allgather, grouped_allgather_async = _variants(_allgather)
 
 
 def _alltoall(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
-    """Return the rows that the ranks have for this one, and how many each had. The result has both"""
+    """Return the rows that the ranks have for this one, and how many each had. The result has both."""
     world, rows = len(process_set.ranks), tensor.shape[:1].numel()
     counts = [rows // world] * world if splits is None else [int(count) for count in splits]
     floats = isinstance(splits, Tensor) and splits.is_floating_point()
     if floats or (splits is None and rows % world) or len(counts) != world or min(counts) < 0 or sum(counts) > rows:
-        raise ValueError(f"alltoall got splits {splits} of {rows} rows for {world} ranks: pass a whole number for each.")
+        raise ValueError(f"alltoall got splits {splits} of {rows} rows for {world} ranks: pass an int for each.")
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
     received: list[int] = []
 
@@ -281,34 +269,18 @@ def _alltoall(
     return _submit(process_set, "alltoall", tensor, name, run, back=back)
 
 
-_alltoall_with_counts = _variant("alltoall", _alltoall)
-alltoall_async: Callable[..., Operation] = _variant("alltoall_async", _alltoall)
-
-
-def alltoall(
-    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """Return the rows that the ranks have for this one; with ``splits``, also how many each had. Differentiable.
-
-    Args:
-        tensor: the rows for rank 0, then those for rank 1, and so on.
-        splits: how many rows are for each rank; None for equal numbers.
-        name: the name of the operation.
-        process_set: the ranks that take part.
-    """
-    rows, counts = _alltoall_with_counts(tensor, splits, name, process_set)
-    return rows if splits is None else (rows, counts)
+alltoall, alltoall_async, *_ = _variants(_alltoall)
 
 
 def _broadcast(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
-    """Return the tensor of a rank. That rank gets the mean over the ranks of the gradients"""
+    """Return the tensor of a rank. That rank gets the mean over the ranks of the gradients."""
     if root_rank not in process_set.ranks:
         raise ValueError(f"broadcast got root_rank {root_rank}, but must get one of the ranks {process_set.ranks}.")
 
     def run(ranks: Communicator, tensor: Tensor, src: int) -> Tensor:
-        return _overwritten(tensor, ranks.collectives.broadcast(tensor.data.to(ranks.device).contiguous(), src))
+        return _overwritten(tensor, ranks.collectives.broadcast(tensor.data.to(ranks.device), src))
 
     def back(grads: Sequence[Tensor]) -> list[Tensor]:
         return [allreduce(grads[0], process_set=process_set) * (global_process_set.rank() == root_rank)]
@@ -316,17 +288,14 @@ def _broadcast(
     return _submit(process_set, "broadcast", tensor, name, run, process_set.ranks.index(root_rank), back=back)
 
 
-broadcast: Callable[..., Tensor] = _variant("broadcast", _broadcast)
-broadcast_: Callable[..., Tensor] = _variant("broadcast_", _broadcast)
-broadcast_async: Callable[..., Operation] = _variant("broadcast_async", _broadcast)
-broadcast_async_: Callable[..., Operation] = _variant("broadcast_async_", _broadcast)
+broadcast, broadcast_, broadcast_async, broadcast_async_, *_ = _variants(_broadcast, ("", "_", "_async", "_async_"))
 
 
 def _reducescatter(
-    tensor: Any, name: str | None = None, compression: type[Compressor] = _NONE, op: int = Average,
+    tensor: Any, name: str | None = None, compression: type[Compressor] = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Operation:  # fmt: skip
-    """Return this rank's rows of the mean or sum of a tensor over the ranks. The first ranks get a row more"""
+    """Return this rank's rows of the mean or sum of a tensor over the ranks. The first ranks get a row more."""
     if op not in (Average, Sum):
         raise HorovodInternalError("reducescatter supports hvd.Average and hvd.Sum only: use hvd.allreduce for others.")
     # As Horovod scales gradients.
@@ -342,7 +311,4 @@ def _reducescatter(
     return _submit(process_set, "reducescatter", tensor, name, run, *how, back=back)
 
 
-reducescatter: Callable[..., Tensor] = _variant("reducescatter", _reducescatter)
-reducescatter_async: Callable[..., Operation] = _variant("reducescatter_async", _reducescatter)
-grouped_reducescatter: Callable[..., list[Tensor]] = _variant("grouped_reducescatter", _reducescatter)
-grouped_reducescatter_async: Callable[..., Operation] = _variant("grouped_reducescatter_async", _reducescatter)
+reducescatter, reducescatter_async, grouped_reducescatter, grouped_reducescatter_async = _variants(_reducescatter)

@@ -75,30 +75,29 @@ class State:
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""
-        self._saved = {name: copy.deepcopy(part.state_dict()) for name, part in self.parts().items()}
+        self._saved = copy.deepcopy(self.state_dict())
 
     def restore(self) -> None:
         """Go back to the copy."""
-        for name, part in self.parts().items():
-            part.load_state_dict(copy.deepcopy(self._saved[name]))  # optimizers keep its tensors
+        self.load_state_dict(copy.deepcopy(self._saved))  # optimizers keep its tensors
 
     def sync(self) -> None:
         """Give all ranks the state of rank 0, and save it. Collective."""
+        self.load_state_dict(broadcast_object(self.state_dict()))
         self.save()
-        self._saved = broadcast_object(self._saved)
-        self.restore()
-
-    def parts(self) -> dict[str, Any]:
-        """Return the objects with a state, by name, and this, which has the others."""
-        return {**{name: value for name in self._names if _has_state(value := getattr(self, name))}, "attributes": self}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the objects without a state."""
-        return {name: value for name in self._names if not _has_state(value := getattr(self, name))}
+        """Return the states of the objects by name, and those objects that have none."""
+        objects = {name: getattr(self, name) for name in self._names}
+        return {name: value.state_dict() if _has_state(value) else value for name, value in objects.items()}
 
-    def load_state_dict(self, objects: dict[str, Any]) -> None:
-        """Set the objects without a state."""
-        vars(self).update(objects)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states of the objects, and set those objects that have none."""
+        for name, value in state_dict.items():
+            if _has_state(getattr(self, name)):
+                getattr(self, name).load_state_dict(value)
+            else:
+                setattr(self, name, value)
 
 
 ObjectState = State
@@ -130,10 +129,6 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         processed_num: the number of samples of this epoch that all ranks have processed.
         remaining_indices: the samples that were not processed when the epoch began, or continued.
     """
-
-    epoch: int
-    processed_num: int
-    remaining_indices: list[int]
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset: Sized = dataset
@@ -183,8 +178,8 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
         if folder := os.environ.get(FOLDER):
-            state._checkpoint = checkpoint = strategy().checkpoint(folder, partial=True, **state.parts())
-            if checkpoint.resume():
+            state._checkpoint = strategy().checkpoint(folder, partial=True, state=state)
+            if state._checkpoint.resume():
                 # As after one of Horovod's resets: another number of ranks may need another learning rate.
                 state.on_reset()
         else:
@@ -196,8 +191,8 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
         result = func(state, *args, **kwargs)
         if state._checkpoint is not None:
             # Started once more, the function returns at once.
-            checkpoint.save()
-            checkpoint.close()
+            state._checkpoint.save()
+            state._checkpoint.close()
             state._checkpoint = None
         return result
 

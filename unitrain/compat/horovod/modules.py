@@ -11,8 +11,8 @@ from types import ModuleType
 
 _HERE = __name__.rpartition(".")[0]
 _FOLDER = str(Path(__file__).parents[1])  # `unitrain horovod` puts it on the path, also of child processes
-_PACKAGE = ("", ".torch", ".torch.mpi_ops", ".torch.compression", ".common", ".common.exceptions", ".common.process_sets")
-_ELASTIC = (".torch.elastic", ".torch.elastic.sampler", ".torch.elastic.state")
+_NAMES = ("", ".torch", ".torch.mpi_ops", ".torch.compression", ".common.exceptions", ".common.process_sets", ".common")
+_OF_ELASTIC = (".torch.elastic", ".torch.elastic.sampler", ".torch.elastic.state")
 _installed: dict[str, ModuleType] = {}
 _real: dict[str, ModuleType] = {}
 
@@ -21,7 +21,7 @@ def install() -> None:
     """Have ``import horovod.torch``, and the like, import this package in this process."""
     package = import_module(_HERE)
     vars(package).update(torch=package, common=package, __version__="0.28.1")
-    for names, module in ((_PACKAGE, package), (_ELASTIC, import_module(f"{_HERE}.elastic"))):
+    for names, module in ((_NAMES, package), (_OF_ELASTIC, import_module(f"{_HERE}.elastic"))):
         _installed.update({f"horovod{name}": module for name in names})
     sys.modules.update(_installed)
 

@@ -93,8 +93,8 @@ class DistributedOptimizer(Optimizer):
         self._passes[p] += 1
         if self._passes[p] > self.backward_passes_per_step:
             raise AssertionError(
-                f"the gradient of parameter {self._names[p]} was computed {self._passes[p]} times before step(): raise "
-                f"backward_passes_per_step, which is {self.backward_passes_per_step}, to accumulate gradients."
+                f"the gradient of parameter {self._names[p]} was computed too often before step(): to accumulate "
+                "gradients, raise backward_passes_per_step."
             )
 
     def _make_reducer(self, ranks: Communicator) -> GradientReducer:
@@ -103,15 +103,12 @@ class DistributedOptimizer(Optimizer):
         is_sparse = torch.tensor([float(p.grad is not None and p.grad.is_sparse) for p in self._names])
         flags = ranks.all_reduce(is_sparse, "max").tolist()
         self._sparse = [p for p, flag in zip(self._names, flags, strict=True) if flag]
+        dense = [p for p, flag in zip(self._names, flags, strict=True) if not flag]
         this = weakref.proxy(self)
         reducer = GradientReducer(
-            [p for p, flag in zip(self._names, flags, strict=True) if not flag],
-            ranks.twin().collectives,
-            armed=lambda p: this._passes[p] == this.backward_passes_per_step,
-            name=f"{_VERB}.{self._name}",
-            wire_dtype=self._wire_dtype,
-            divisor=self._factor,
-        )
+            dense, ranks.twin().collectives, armed=lambda p: this._passes[p] == this.backward_passes_per_step,
+            name=self._name, wire_dtype=self._wire_dtype, divisor=self._factor,
+        )  # fmt: skip
         weakref.finalize(self, reducer.close)
         return reducer
 
@@ -148,8 +145,8 @@ class DistributedOptimizer(Optimizer):
         self._synchronized = True
         if any(p.requires_grad and p not in self._names for group in self.param_groups for p in group["params"]):
             raise UsageError(
-                "parameters are trained that were frozen, or not there, when DistributedOptimizer was called, so that "
-                "their gradients are not reduced: call it after that."
+                "gradients of parameters that were frozen, or not there, when DistributedOptimizer was called, are not "
+                "reduced: call it after that."
             )
         if self._reduces:
             self.process_set.call(_VERB, self._name, (), self.reduce_gradients)
@@ -172,18 +169,14 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UsageError: the gradients of a closure would not be reduced.
         """
-        if closure is not None and not self._skips:
-            raise UsageError(
-                "step(closure) would not reduce the gradients that the closure computes: compute them before, or let "
-                "the closure call optimizer.synchronize(), within optimizer.skip_synchronize()."
-            )
         if not self._skips:
-            if self._synchronized:
-                warnings.warn(
-                    "optimizer.step() reduces the gradients that optimizer.synchronize() has reduced once more: call "
-                    "it within optimizer.skip_synchronize().",
-                    stacklevel=2,
+            if closure is not None:
+                raise UsageError(
+                    "step(closure) would not reduce the gradients that the closure computes: let it call "
+                    "optimizer.synchronize(), within optimizer.skip_synchronize()."
                 )
+            if self._synchronized:
+                warnings.warn("step() after synchronize() reduces again: use skip_synchronize().", stacklevel=2)
             self.synchronize()
         self._synchronized = False
         return super().step(closure)
@@ -194,8 +187,7 @@ class DistributedOptimizer(Optimizer):
         """Clear the gradients. AssertionError if some were computed that no step has used."""
         if self._passes:
             raise AssertionError(
-                "optimizer.zero_grad() was called between loss.backward() and optimizer.step() or "
-                "optimizer.synchronize(), while gradients are being reduced: call it before the backward."
+                "zero_grad() was called while gradients are being reduced: call it before backward(), or after step()."
             )
         super().zero_grad(set_to_none)
 
@@ -205,7 +197,7 @@ class DistributedOptimizer(Optimizer):
 
 
 def _names(optimizer: Optimizer, named: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:
-    """Return the names of the parameters of an optimizer that are trained. ValueError unless each has one of its own."""
+    """Return the names of the parameters of an optimizer that are trained. ValueError unless each has a unique one."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = {p: str(name) for name, p in (enumerate(parameters) if named is None else named)}
     if len(set(names.values())) < len(names) or not names.keys() >= set(parameters):

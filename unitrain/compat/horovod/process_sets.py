@@ -61,6 +61,7 @@ class ProcessSet:
     Attributes:
         ranks: the ranks, in ascending order.
         process_set_id: its number; None before it is added, and after it is removed.
+        joined: the ranks that have joined, in this order.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -78,7 +79,7 @@ class ProcessSet:
         self._communicator = communicator
         self._pending: dict[str, Operation] = {}
         self._unnamed: Counter[str] = Counter()
-        self._joined: list[int] = []  # in the order in which they have joined
+        self.joined: list[int] = []
 
     @property
     def communicator(self) -> Communicator:
@@ -127,67 +128,43 @@ class ProcessSet:
     def round(self, *, joins: bool = False) -> bool:
         """Run the operations that all ranks have submitted. Return whether all have joined. Collective.
 
+        If no rank can continue, all pending operations get an error that names them.
+
         Args:
             joins: whether this rank has joined, and does not wait for an operation.
-
-        Raises:
-            HorovodInternalError: this rank has joined, and another one will not.
         """
         ranks = self.communicator
         forms = {name: self._pending[name].form for name in sorted(self._pending)}
         digest = torch.tensor(derived_seed(forms, joins) >> 1, device=ranks.device)
-        digests = set(ranks.collectives.all_gather(digest).tolist())
-        if len(digests) == 1 and not joins:
-            for name in forms:
-                self._run(name)
-            return False
-        every: list[tuple[dict[str, Form], bool]] = ranks.all_gather_data((forms, joins))
+        alike = len(set(ranks.collectives.all_gather(digest).tolist())) == 1
+        every = [(forms, joins)] * ranks.world_size if alike else ranks.all_gather_data((forms, joins))
         joined = [rank for rank, (_, joins) in enumerate(every) if joins]
-        self._joined = sorted(joined, key=[*self._joined, *joined].index)
-        names = sorted({name for forms, _ in every for name in forms})
-        ready = [name for name in names if all(name in forms or joins for forms, joins in every)]
-        for name in ready:
-            self._run_if_equal(name, {rank: forms[name] for rank, (forms, _) in enumerate(every) if name in forms})
-        ended = not ready and len(joined) == len(every)
-        if not ready and not ended:  # all wait, and none can submit more
-            shown = [", ".join(map(repr, [*forms][:3])) or "nothing, as it has joined" for forms, _ in every]
+        self.joined = sorted(joined, key=[*self.joined, *joined].index)
+        ran = [name for name in sorted({name for forms, _ in every for name in forms}) if self._runs(name, every)]
+        ended = not ran and len(joined) == ranks.world_size
+        if not ran and not ended:
+            shown = [", ".join(f"{name!r} {shortened(form)}" for name, form in forms.items()) for forms, _ in every]
             error = f"the ranks wait for different operations: {by_rank(enumerate(shown))}. All must submit the same."
-            for name in forms:
-                self._fail(name, error)
-            if joins:
-                raise HorovodInternalError(error)
+            for operation in self._pending.values():
+                operation.set_exception(HorovodInternalError(error))
+            self._pending.clear()
         return ended
 
-    def join(self) -> int:
-        """Take part in the reductions of other ranks until all have joined. Return the rank that was the last."""
-        while not self.round(joins=True):
-            pass
-        last, self._joined = self._joined[-1], []
-        return last
-
-    def _run_if_equal(self, name: str, forms: dict[int, Form]) -> None:
-        """Run an operation that all ranks have but those that have joined, unless its forms on these ranks differ."""
-        verb, form = name.partition(".")[0], next(iter(forms.values()))
-        if any(other != form for other in forms.values()):
-            text = by_rank((rank, shortened(form)) for rank, form in forms.items())
-            self._fail(name, f"the operations named {name!r} differ: {text}. Give them different names.")
-        elif len(forms) < len(self.ranks) and verb not in STAND_INS:
-            self._fail(name, f"{verb} does not work after hvd.join, but {name!r} was called, and ranks have joined.")
-        elif name in self._pending:
-            self._run(name)
-        else:
-            STAND_INS[verb](self.communicator, name, form)
-
-    def _run(self, name: str) -> None:
+    def _runs(self, name: str, every: Sequence[tuple[dict[str, Form], bool]]) -> bool:
+        """Run an operation if all ranks that have not joined have submitted it alike, and others need not."""
+        verb = name.partition(".")[0]
+        first, *others = [forms.get(name) for forms, joins in every if name in forms or not joins]
+        if any(form != first for form in others) or (len(others) + 1 < len(every) and verb not in STAND_INS):
+            return False
+        if name not in self._pending:
+            STAND_INS[verb](self.communicator, name, first)
+            return True
         operation = self._pending.pop(name)
         try:
             operation.set_result(operation.run(self.communicator))
         except Exception as error:  # is raised where the script waits: other operations must run meanwhile
             operation.set_exception(error)
-
-    def _fail(self, name: str, error: str) -> None:
-        if name in self._pending:  # not on a rank that has joined
-            self._pending.pop(name).set_exception(HorovodInternalError(error))
+        return True
 
 
 global_process_set: ProcessSet = ProcessSet([])
@@ -240,7 +217,9 @@ def join(device: int = -1) -> int:
     Args:
         device: ignored: the zeros are where the ranks communicate.
     """
-    return global_process_set.join()
+    while not global_process_set.round(joins=True):
+        pass
+    return global_process_set.joined[-1]
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
