@@ -11,20 +11,61 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
-from unitrain.compat.horovod.compression import Compression, Compressor
+from unitrain.communication.gathering import gather_rows
 from unitrain.compat.horovod.process_sets import (
     STAND_INS, Form, Gradients, HorovodInternalError, Operation, ProcessSet, global_process_set, synchronize,
 )  # fmt: skip
 from unitrain.errors import UsageError
 
+
+class Compressor:
+    """Changes tensors before they are reduced, and back; not at all unless a subclass overrides this."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor to send for one, and an argument for ``decompress``."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Return a result in its original form, given the argument that ``compress`` has returned."""
+        return tensor
+
+
+NoneCompressor = Compressor
+
+
+class FP16Compressor(Compressor):
+    """Reduces floats in 16 bits, sums included."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor in float16 if it has floats, and its dtype."""
+        return tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
+        """Return the tensor in the dtype that it had."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The compressions that there are."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
 Average, Sum, Adasum, Min, Max, Product = range(6)
 _REDUCTIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max"}
+
+T = TypeVar("T")
 
 
 def _submit(
@@ -167,7 +208,8 @@ def reduce(ranks: Communicator, tensor: Tensor, op: int, prescale: float = 1.0, 
     else:
         ranks.collectives.all_reduce(buffer, _REDUCTIONS[op])
     _scale(buffer, postscale / ranks.world_size if op == Average else postscale)
-    return _overwritten(tensor, buffer)
+    tensor.data.copy_(buffer)  # no copy on the same device
+    return tensor
 
 
 def _scale(buffer: Tensor, factor: float) -> None:
@@ -176,13 +218,6 @@ def _scale(buffer: Tensor, factor: float) -> None:
         buffer.mul_(factor)
     elif factor != 1:
         buffer.copy_(buffer.double() * factor)
-
-
-def _overwritten(tensor: Tensor, buffer: Tensor) -> Tensor:
-    """Return a tensor with the values of a buffer, which may be the tensor itself."""
-    if buffer.data_ptr() != tensor.data_ptr():
-        tensor.data.copy_(buffer)
-    return tensor
 
 
 def _reduce_zeros(ranks: Communicator, name: str, form: Form) -> None:
@@ -206,7 +241,8 @@ def sparse_allreduce_async(
 def reduce_sparse(ranks: Communicator, tensor: Tensor, op: int) -> Tensor:
     """Return the mean or sum of sparse tensors, not coalesced."""
     tensor = tensor.coalesce()
-    indices, values = (torch.cat(_rows(ranks, part)) for part in (tensor.indices().T, tensor.values()))
+    counts = _counts(ranks, tensor.values())
+    indices, values = (gather_rows(ranks, part, counts) for part in (tensor.indices().T, tensor.values()))
     divisor = ranks.world_size if op == Average else 1
     return torch.sparse_coo_tensor(indices.T, values / divisor, tensor.shape, check_invariants=False)
 
@@ -214,14 +250,10 @@ def reduce_sparse(ranks: Communicator, tensor: Tensor, op: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------ those that move rows
 
 
-def _rows(ranks: Communicator, tensor: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-    """Return the rows of each rank, given how many they have, if that is known."""
-    if counts is None:
-        counts = ranks.collectives.all_gather(torch.tensor(len(tensor), device=ranks.device)).tolist()
-    shape = tensor.shape[1:]
-    flat = tensor.detach().reshape(-1).to(ranks.device)
-    gathered = ranks.collectives.all_gather_padded(flat, [count * shape.numel() for count in counts])
-    return [part.view(count, *shape).to(tensor.device) for part, count in zip(gathered, counts, strict=True)]
+def _counts(ranks: Communicator, tensor: Tensor) -> list[int]:
+    """Return how many rows each rank has."""
+    counts: list[int] = ranks.collectives.all_gather(torch.tensor(len(tensor), device=ranks.device)).tolist()
+    return counts
 
 
 def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Operation:
@@ -229,9 +261,8 @@ def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = g
     counts: list[list[int]] = []  # of each tensor, those of each rank
 
     def run(ranks: Communicator, tensor: Tensor) -> Tensor:
-        parts = _rows(ranks, tensor)
-        counts.append([*map(len, parts)])
-        return torch.cat(parts)
+        counts.append(_counts(ranks, tensor))
+        return gather_rows(ranks, tensor, counts[-1])
 
     def back(grads: Sequence[Tensor]) -> list[Tensor]:
         reduced = grouped_allreduce(grads, process_set=process_set)
@@ -258,7 +289,8 @@ def _alltoall(
 
     def run(ranks: Communicator, tensor: Tensor) -> tuple[Tensor, Tensor]:
         table = ranks.collectives.all_gather(torch.tensor(counts, device=ranks.device)).tolist()
-        parts = _rows(ranks, tensor[: sum(counts)], [*map(sum, table)])
+        totals = [*map(sum, table)]
+        parts = gather_rows(ranks, tensor[: sum(counts)], totals).split(totals)
         received[:] = [row[ranks.rank] for row in table]
         mine = [torch.split(part, row)[ranks.rank] for part, row in zip(parts, table, strict=True)]
         return torch.cat(mine), like.new_tensor(received)
@@ -280,7 +312,8 @@ def _broadcast(
         raise ValueError(f"broadcast got root_rank {root_rank}, but must get one of the ranks {process_set.ranks}.")
 
     def run(ranks: Communicator, tensor: Tensor, src: int) -> Tensor:
-        return _overwritten(tensor, ranks.collectives.broadcast(tensor.data.to(ranks.device), src))
+        tensor.data.copy_(ranks.broadcast(tensor, src))
+        return tensor
 
     def back(grads: Sequence[Tensor]) -> list[Tensor]:
         return [allreduce(grads[0], process_set=process_set) * (global_process_set.rank() == root_rank)]
@@ -312,3 +345,34 @@ def _reducescatter(
 
 
 reducescatter, reducescatter_async, grouped_reducescatter, grouped_reducescatter_async = _variants(_reducescatter)
+
+
+# --------------------------------------------------------------------------------------------------------- objects
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> T:
+    """Return a rank's object. Collective.
+
+    Args:
+        obj: as of ``Communicator.broadcast_object``; ignored on other ranks.
+        root_rank: the rank that has it, of all.
+        name: matches the calls of the ranks.
+        process_set: the ranks that call it.
+    """
+
+    def send(communicator: Communicator) -> T:
+        return communicator.broadcast_object(obj, process_set.ranks.index(root_rank))
+
+    return process_set.call("broadcast_object", name, (root_rank,), send)
+
+
+def allgather_object(obj: T, name: str | None = None) -> list[T]:
+    """Return the objects of all ranks, in their order. Collective.
+
+    Args:
+        obj: as of ``Communicator.all_gather_object``.
+        name: matches the calls of the ranks.
+    """
+    return global_process_set.call("allgather_object", name, (), lambda ranks: ranks.all_gather_object(obj))

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint import Checkpoint
-from unitrain.compat.horovod.functions import broadcast_object
+from unitrain.compat.horovod.collectives import broadcast_object
 from unitrain.compat.horovod.world import rank, size, strategy
 
 FOLDER = "UNITRAIN_ELASTIC_FOLDER"
@@ -131,9 +131,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset: Sized = dataset
-        self.shuffle: bool = shuffle
-        self.seed: int = seed
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:

@@ -11,18 +11,18 @@ from types import ModuleType
 
 _HERE = __name__.rpartition(".")[0]
 _FOLDER = str(Path(__file__).parents[1])  # `unitrain horovod` puts it on the path, also of child processes
-_NAMES = ("", ".torch", ".torch.mpi_ops", ".torch.compression", ".common.exceptions", ".common.process_sets", ".common")
-_OF_ELASTIC = (".torch.elastic", ".torch.elastic.sampler", ".torch.elastic.state")
+_OF_TORCH = ("mpi_ops", "compression", "elastic", "elastic.sampler", "elastic.state")
+_NAMES = ("torch", *(f"torch.{name}" for name in _OF_TORCH), "common", "common.exceptions", "common.process_sets")
 _installed: dict[str, ModuleType] = {}
 _real: dict[str, ModuleType] = {}
 
 
 def install() -> None:
     """Have ``import horovod.torch``, and the like, import this package in this process."""
-    package = import_module(_HERE)
+    package, elastic = import_module(_HERE), import_module(f"{_HERE}.elastic")
     vars(package).update(torch=package, common=package, __version__="0.28.1")
-    for names, module in ((_NAMES, package), (_OF_ELASTIC, import_module(f"{_HERE}.elastic"))):
-        _installed.update({f"horovod{name}": module for name in names})
+    _installed["horovod"] = package
+    _installed.update({f"horovod.{name}": elastic if "elastic" in name else package for name in _NAMES})
     sys.modules.update(_installed)
 
 

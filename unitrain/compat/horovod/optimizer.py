@@ -11,19 +11,20 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from unitrain.communication.communicator import Communicator
-from unitrain.compat.horovod.collectives import Average, Sum, reduce, reduce_sparse
-from unitrain.compat.horovod.compression import Compression, Compressor
-from unitrain.compat.horovod.functions import check_same
-from unitrain.compat.horovod.process_sets import STAND_INS, ProcessSet, global_process_set
+from unitrain.communication.comparison import difference_between_ranks
+from unitrain.communication.state_transfer import SentState, broadcast_tensors, outline
+from unitrain.compat.horovod.collectives import Average, Compression, Compressor, Sum, reduce, reduce_sparse
+from unitrain.compat.horovod.process_sets import STAND_INS, HorovodInternalError, ProcessSet, global_process_set
 from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import GradientReducer
 
@@ -74,17 +75,14 @@ class DistributedOptimizer(Optimizer):
         self._wire_dtype, self._sparse_as_dense = _WIRE_DTYPES[compression], sparse_as_dense
         self._names = _names(optimizer, named_parameters)
         self._passes: Counter[Parameter] = Counter()  # backwards since the last step
-        self._sparse: list[Parameter] = []
         self._reducer: GradientReducer | None = None
         self._synchronized = self._skips = False
         self._reduces = process_set.included() is not False and process_set.communicator.world_size > 1
-        if not self._reduces:
-            return
         self._name = process_set.next_name(_VERB)
         if process_set is global_process_set:
             _of_all_ranks[f"{_VERB}.{self._name}"] = self
         this = weakref.proxy(self)  # an optimizer that the script has dropped reduces nothing
-        for p in self._names:
+        for p in self._names if self._reduces else ():
             hook = p.register_post_accumulate_grad_hook(lambda p: this._count(p))  # type: ignore[no-untyped-call]
             weakref.finalize(self, hook.remove)
 
@@ -203,3 +201,75 @@ def _names(optimizer: Optimizer, named: Iterable[tuple[str, Parameter]] | None) 
     if len(set(names.values())) < len(names) or not names.keys() >= set(parameters):
         raise ValueError("named_parameters needs a name for each parameter of the optimizer, and different ones.")
     return {p: names[p] for p in parameters if p.requires_grad}
+
+
+def broadcast_parameters(params: dict[str, Tensor] | Iterable[Any], root_rank: int) -> None:
+    """Overwrite tensors with a rank's, in place. Collective.
+
+    Args:
+        params: a state dict, tensors, or pairs of a name and a tensor.
+        root_rank: the rank that has the values.
+
+    Raises:
+        HorovodInternalError: the ranks have other tensors; on every rank.
+    """
+    items = sorted(params.items()) if isinstance(params, dict) else params
+    named = [item if isinstance(item, tuple) else (f"number {i}", item) for i, item in enumerate(items)]
+
+    def send(communicator: Communicator) -> None:
+        check_same(communicator, "broadcast_parameters", named)
+        tensors = [tensor for _, tensor in named]
+        broadcast_tensors(communicator, tensors, tensors, src=root_rank)
+
+    global_process_set.call("broadcast_parameters", None, (root_rank,), send)
+
+
+def check_same(communicator: Communicator, caller: str, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise HorovodInternalError on all ranks unless they have tensors of the same names and forms. Collective.
+
+    Args:
+        communicator: the communicator of this process.
+        caller: the function to name.
+        named: the tensors, with their names.
+    """
+    facts = {str(name): f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in named}
+    if differing := difference_between_ranks(communicator, {**facts, "order": list(facts)}):
+        raise HorovodInternalError(
+            f"{caller}: tensor {differing[0]} is {differing[1]}: all ranks must have the same, in the same order."
+        )
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
+    """Overwrite the state and the options of an optimizer with a rank's. Collective.
+
+    An optimizer that has no state yet makes a step with gradients of zero before, as with Horovod: such gradients stay,
+    Adam has counted a step, and weight decay has changed the weights. If only other ranks than the root have none, it
+    makes no such step, and they get the root's state.
+
+    Args:
+        optimizer: the optimizer, distributed or not.
+        root_rank: the rank that has the state.
+        model: has no effect.
+    """
+
+    def send(communicator: Communicator) -> None:
+        if communicator.broadcast_data(not optimizer.state, root_rank) and not optimizer.state:
+            _step_without_gradients(optimizer)
+        # Tensors go straight into their places, in small buffers.
+        groups, state = optimizer.param_groups, optimizer.state_dict()
+        form = communicator.broadcast_object(outline(state), root_rank)
+        SentState(communicator, form, state, root_rank).load_into(optimizer)
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        optimizer.param_groups = groups  # the same dicts: the optimizer that was wrapped, and its scheduler, have them
+
+    global_process_set.call("broadcast_optimizer_state", None, (root_rank,), send)
+
+
+def _step_without_gradients(optimizer: Optimizer) -> None:
+    """Let an optimizer make its state, by a step with gradients of zero. Not collective."""
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        zeros = torch.zeros_like(p)
+        p.grad = zeros.to_sparse(1) if isinstance(optimizer, SparseAdam) else zeros
+    with getattr(optimizer, "skip_synchronize", nullcontext)():
+        optimizer.step()
