@@ -11,16 +11,14 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.gathering import gather_rows
-from unitrain.compat.horovod.process_sets import (
-    STAND_INS, Form, Gradients, HorovodInternalError, Operation, ProcessSet, global_process_set, synchronize,
-)  # fmt: skip
+from unitrain.compat.horovod.process_sets import Form, Operation, ProcessSet, T, global_process_set, synchronize
 from unitrain.errors import UsageError
 
 
@@ -36,9 +34,6 @@ class Compressor:
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
         """Return a result in its original form, given the argument that ``compress`` has returned."""
         return tensor
-
-
-NoneCompressor = Compressor
 
 
 class FP16Compressor(Compressor):
@@ -58,19 +53,17 @@ class FP16Compressor(Compressor):
 class Compression:
     """The compressions that there are."""
 
-    none = NoneCompressor
+    none = Compressor
     fp16 = FP16Compressor
 
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 _REDUCTIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max"}
 
-T = TypeVar("T")
-
 
 def _submit(
     process_set: ProcessSet, verb: str, tensors: Any, name: str | None, run: Callable[..., Any], *more: object,
-    back: Gradients,
+    back: Callable[[Sequence[Tensor]], Sequence[Tensor]],
 ) -> Operation:  # fmt: skip
     """Submit an operation on a tensor, or on several, and return its handle.
 
@@ -226,7 +219,7 @@ def _reduce_zeros(ranks: Communicator, name: str, form: Form) -> None:
         reduce(ranks, torch.zeros(shape, dtype=getattr(torch, dtype)), *how)
 
 
-STAND_INS |= {"allreduce": _reduce_zeros, "grouped_allreduce": _reduce_zeros}
+ProcessSet.stand_ins |= {"allreduce": _reduce_zeros, "grouped_allreduce": _reduce_zeros}
 
 
 def sparse_allreduce_async(
@@ -290,7 +283,7 @@ def _alltoall(
     def run(ranks: Communicator, tensor: Tensor) -> tuple[Tensor, Tensor]:
         table = ranks.collectives.all_gather(torch.tensor(counts, device=ranks.device)).tolist()
         totals = [*map(sum, table)]
-        parts = gather_rows(ranks, tensor[: sum(counts)], totals).split(totals)
+        parts = torch.split(gather_rows(ranks, tensor[: sum(counts)], totals), totals)
         received[:] = [row[ranks.rank] for row in table]
         mine = [torch.split(part, row)[ranks.rank] for part, row in zip(parts, table, strict=True)]
         return torch.cat(mine), like.new_tensor(received)
@@ -330,7 +323,7 @@ def _reducescatter(
 ) -> Operation:  # fmt: skip
     """Return this rank's rows of the mean or sum of a tensor over the ranks. The first ranks get a row more."""
     if op not in (Average, Sum):
-        raise HorovodInternalError("reducescatter supports hvd.Average and hvd.Sum only: use hvd.allreduce for others.")
+        raise NotImplementedError("reducescatter supports hvd.Average and hvd.Sum only: use hvd.allreduce for others.")
     # As Horovod scales gradients.
     factor = prescale_factor * postscale_factor * (len(process_set.ranks) if op == Sum else 1)
 

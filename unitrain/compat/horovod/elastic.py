@@ -18,9 +18,8 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import nn, optim
+from torch.utils.data import Sampler
 
 from unitrain.checkpoint import Checkpoint
 from unitrain.compat.horovod.collectives import broadcast_object
@@ -112,11 +111,11 @@ class TorchState(State):
         **kwargs: others, as of ``State``.
     """
 
-    def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
+    def __init__(self, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None, **kwargs: Any) -> None:
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
 
-class ElasticSampler(torch.utils.data.Sampler[int]):
+class ElasticSampler(Sampler[int]):
     """Divides the samples of an epoch that are not processed yet among the ranks, however many there are.
 
     Args:
@@ -182,8 +181,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
                 state.on_reset()
         else:
             strategy().communicator.warn(
-                f"what is committed ends with the job: set {FOLDER} to a folder that all hosts see, and start the job "
-                "by `unitrain run --max-restarts N`, so that it continues from there after a failure."
+                f"set {FOLDER} to a folder, and use `unitrain run --max-restarts N`, to continue from commits."
             )
         state.sync()
         result = func(state, *args, **kwargs)

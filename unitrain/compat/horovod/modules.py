@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-_HERE = __name__.rpartition(".")[0]
 _FOLDER = str(Path(__file__).parents[1])  # `unitrain horovod` puts it on the path, also of child processes
 _OF_TORCH = ("mpi_ops", "compression", "elastic", "elastic.sampler", "elastic.state")
 _NAMES = ("torch", *(f"torch.{name}" for name in _OF_TORCH), "common", "common.exceptions", "common.process_sets")
@@ -19,10 +17,11 @@ _real: dict[str, ModuleType] = {}
 
 def install() -> None:
     """Have ``import horovod.torch``, and the like, import this package in this process."""
-    package, elastic = import_module(_HERE), import_module(f"{_HERE}.elastic")
+    from unitrain.compat import horovod as package
+
     vars(package).update(torch=package, common=package, __version__="0.28.1")
     _installed["horovod"] = package
-    _installed.update({f"horovod.{name}": elastic if "elastic" in name else package for name in _NAMES})
+    _installed.update({f"horovod.{name}": package.elastic if "elastic" in name else package for name in _NAMES})
     sys.modules.update(_installed)
 
 

@@ -17,21 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.comparison import difference_between_ranks
 from unitrain.communication.state_transfer import SentState, broadcast_tensors, outline
 from unitrain.compat.horovod.collectives import Average, Compression, Compressor, Sum, reduce, reduce_sparse
-from unitrain.compat.horovod.process_sets import STAND_INS, HorovodInternalError, ProcessSet, global_process_set
+from unitrain.compat.horovod.process_sets import Form, HorovodInternalError, ProcessSet, global_process_set
 from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import GradientReducer
 
 _VERB = "DistributedOptimizer"
 _WIRE_DTYPES = {Compression.none: None, Compression.fp16: torch.float16}
 _of_all_ranks: weakref.WeakValueDictionary[str, DistributedOptimizer] = weakref.WeakValueDictionary()
-STAND_INS[_VERB] = lambda ranks, name, form: _of_all_ranks[name].reduce_gradients(ranks, joined=True)
 
 
 class DistributedOptimizer(Optimizer):
@@ -57,7 +55,7 @@ class DistributedOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
         compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
         gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
@@ -74,7 +72,7 @@ class DistributedOptimizer(Optimizer):
         self.process_set, self._op, self._factor = process_set, op, gradient_predivide_factor
         self._wire_dtype, self._sparse_as_dense = _WIRE_DTYPES[compression], sparse_as_dense
         self._names = _names(optimizer, named_parameters)
-        self._passes: Counter[Parameter] = Counter()  # backwards since the last step
+        self._passes: Counter[nn.Parameter] = Counter()  # backwards since the last step
         self._reducer: GradientReducer | None = None
         self._synchronized = self._skips = False
         self._reduces = process_set.included() is not False and process_set.communicator.world_size > 1
@@ -86,13 +84,12 @@ class DistributedOptimizer(Optimizer):
             hook = p.register_post_accumulate_grad_hook(lambda p: this._count(p))  # type: ignore[no-untyped-call]
             weakref.finalize(self, hook.remove)
 
-    def _count(self, p: Parameter) -> None:
+    def _count(self, p: nn.Parameter) -> None:
         """Count a gradient, before the buckets do."""
         self._passes[p] += 1
         if self._passes[p] > self.backward_passes_per_step:
             raise AssertionError(
-                f"the gradient of parameter {self._names[p]} was computed too often before step(): to accumulate "
-                "gradients, raise backward_passes_per_step."
+                f"the gradient of {self._names[p]} was computed too often: raise backward_passes_per_step."
             )
 
     def _make_reducer(self, ranks: Communicator) -> GradientReducer:
@@ -143,8 +140,7 @@ class DistributedOptimizer(Optimizer):
         self._synchronized = True
         if any(p.requires_grad and p not in self._names for group in self.param_groups for p in group["params"]):
             raise UsageError(
-                "gradients of parameters that were frozen, or not there, when DistributedOptimizer was called, are not "
-                "reduced: call it after that."
+                "parameters that were frozen, or not there, are not reduced: call DistributedOptimizer after that."
             )
         if self._reduces:
             self.process_set.call(_VERB, self._name, (), self.reduce_gradients)
@@ -170,8 +166,7 @@ class DistributedOptimizer(Optimizer):
         if not self._skips:
             if closure is not None:
                 raise UsageError(
-                    "step(closure) would not reduce the gradients that the closure computes: let it call "
-                    "optimizer.synchronize(), within optimizer.skip_synchronize()."
+                    "gradients of step(closure) are not reduced: call synchronize() in it, within skip_synchronize()."
                 )
             if self._synchronized:
                 warnings.warn("step() after synchronize() reduces again: use skip_synchronize().", stacklevel=2)
@@ -194,7 +189,14 @@ class DistributedOptimizer(Optimizer):
         self.backward_passes_per_step = passes
 
 
-def _names(optimizer: Optimizer, named: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:
+def _reduce_zeros(ranks: Communicator, name: str, form: Form) -> None:
+    _of_all_ranks[name].reduce_gradients(ranks, joined=True)
+
+
+ProcessSet.stand_ins[_VERB] = _reduce_zeros
+
+
+def _names(optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None) -> dict[nn.Parameter, str]:
     """Return the names of the parameters of an optimizer that are trained. ValueError unless each has a unique one."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = {p: str(name) for name, p in (enumerate(parameters) if named is None else named)}
@@ -234,9 +236,7 @@ def check_same(communicator: Communicator, caller: str, named: Sequence[tuple[st
     """
     facts = {str(name): f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in named}
     if differing := difference_between_ranks(communicator, {**facts, "order": list(facts)}):
-        raise HorovodInternalError(
-            f"{caller}: tensor {differing[0]} is {differing[1]}: all ranks must have the same, in the same order."
-        )
+        raise HorovodInternalError(f"{caller}: tensor {differing[0]} is {differing[1]}: all ranks must have the same.")
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Module | None = None) -> None:

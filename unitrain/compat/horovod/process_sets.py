@@ -9,14 +9,13 @@ that another has not submitted, all of them raise an error that names these oper
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from reprlib import repr as shortened
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CommunicationError, by_rank
@@ -24,9 +23,6 @@ from unitrain.rng import derived_seed
 
 T = TypeVar("T")
 Form = tuple[Any, ...]
-Gradients = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-STAND_INS: dict[str, Callable[[Communicator, str, Form], object]] = {}
-"""For verbs, how a rank that has joined takes part in an operation of a name and form; not in other verbs."""
 
 
 class HorovodInternalError(CommunicationError, RuntimeError):
@@ -45,7 +41,7 @@ class Operation(Future[Any]):
         back: returns the gradients of the tensors that were given, given those of the results.
     """
 
-    back: Gradients
+    back: Callable[..., Any]
 
     def __init__(self, process_set: ProcessSet, form: Form, run: Callable[[Communicator], Any]) -> None:
         super().__init__()
@@ -62,7 +58,10 @@ class ProcessSet:
         ranks: the ranks, in ascending order.
         process_set_id: its number; None before it is added, and after it is removed.
         joined: the ranks that have joined, in this order.
+        stand_ins: for verbs, how a rank that has joined takes part in an operation of a name and form; not in others.
     """
+
+    stand_ins: ClassVar[dict[str, Callable[[Communicator, str, Form], object]]] = {}
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks: list[int] = sorted(set(ranks))
@@ -78,7 +77,7 @@ class ProcessSet:
         self.process_set_id: int | None = number
         self._communicator = communicator
         self._pending: dict[str, Operation] = {}
-        self._unnamed: Counter[str] = Counter()
+        self._unnamed: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self.joined: list[int] = []
 
     @property
@@ -86,8 +85,7 @@ class ProcessSet:
         """The communicator of its ranks. ValueError if this is none of them, or if it is not added."""
         if self._communicator is None:
             raise ValueError(
-                f"this process does not take part in operations of the process set of ranks {self.ranks}: call "
-                "hvd.init() before, add the process set, and call its operations on its ranks only."
+                f"this is not one of the ranks {self.ranks} of a process set that was added: call hvd.init() before."
             )
         return self._communicator
 
@@ -105,8 +103,7 @@ class ProcessSet:
 
     def next_name(self, verb: str) -> str:
         """Return the name of the next operation of a verb that the script has given none."""
-        self._unnamed[verb] += 1
-        return f"noname.{self._unnamed[verb]}"
+        return f"noname.{next(self._unnamed[verb])}"
 
     def submit(self, verb: str, name: str | None, form: Form, run: Callable[[Communicator], Any]) -> Operation:
         """Submit an operation. ValueError if another one of its verb and name is pending."""
@@ -154,10 +151,10 @@ class ProcessSet:
         """Run an operation if all ranks that have not joined have submitted it alike, and others need not."""
         verb = name.partition(".")[0]
         first, *others = [forms.get(name) for forms, joins in every if name in forms or not joins]
-        if any(form != first for form in others) or (len(others) + 1 < len(every) and verb not in STAND_INS):
+        if any(form != first for form in others) or (len(others) + 1 < len(every) and verb not in self.stand_ins):
             return False
         if name not in self._pending:
-            STAND_INS[verb](self.communicator, name, first)
+            self.stand_ins[verb](self.communicator, name, first or ())
             return True
         operation = self._pending.pop(name)
         try:
@@ -186,8 +183,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set. Return whether it was registered, and is not the global one. All ranks call it."""
     if not process_set.process_set_id:
         return False
-    ranks = str(process_set.ranks)
-    global_process_set.call("remove_process_set", ranks, (), lambda world: process_set.register(None, None))
+    global_process_set.call("remove_process_set", str(process_set.ranks), (), lambda world: None)
+    process_set.register(None, None)
     return True
 
 
