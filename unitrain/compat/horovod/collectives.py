@@ -1,6 +1,6 @@
 """The collectives, with Horovod's names, arguments, defaults and gradients, on the three of a backend.
 
-A verb is a function that submits it, with the tensor as its result where it can be. ``_variant`` makes Horovod's
+A verb is a function that submits it, with the tensor as its result where it can be. ``_variants`` makes Horovod's
 functions of it. Allgather and alltoall gather what all ranks send, padded to the longest. Reducescatter reduces all
 rows and keeps its own. A product gathers, and multiplies. So they move more bytes than a library's own would.
 """
@@ -58,6 +58,8 @@ class Compression:
 
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
+_NAMES = ("{}", "{}_async", "grouped_{}", "grouped_{}_async")
+_IN_PLACE = ("{}", "{}_", "{}_async", "{}_async_")
 _REDUCTIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max"}
 
 
@@ -114,39 +116,39 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *ctx.back([grad.contiguous() for grad in grads])
 
 
-def _variants(submit: Callable[..., Operation], suffixes: tuple[str, ...] = ("", "_async")) -> Iterator[Any]:
-    """Yield the functions of a verb, then those of the same with several tensors.
+def _variants(submit: Callable[..., Operation], *names: str) -> Iterator[Any]:
+    """Return the functions of a verb, in the order of their names.
 
     Args:
         submit: submits the verb for a tensor, or for several, which it may overwrite.
-        suffixes: of their names: ``_async`` returns a handle, and ``_`` at the end overwrites the tensor. Without
-            either, a function is differentiable, and has the argument ``compression``, if ``submit`` has it.
+        *names: ``grouped_`` begins those of functions of several tensors. Functions with ``async`` return a handle, and
+            those with ``_`` at the end overwrite the tensor. The others are differentiable, and they alone have the
+            argument ``compression``, if ``submit`` has it.
     """
-    for prefix in ("", "grouped_"):
-        for suffix in suffixes:
-            yield _variant(prefix, submit, suffix)
+    return (_variant(submit, name) for name in names or _NAMES)
 
 
-def _variant(prefix: str, submit: Callable[..., Operation], suffix: str) -> Callable[..., Any]:
-    label = "tensors" if prefix else "tensor"
+def _variant(submit: Callable[..., Operation], name: str) -> Callable[..., Any]:
+    several, waits, in_place = name.startswith("grouped"), "async" not in name, name.endswith("_")
+    label, differentiable = "tensors" if several else "tensor", waits and not in_place
     first, *others = inspect.signature(submit).parameters.values()
-    others = [parameter for parameter in others if not suffix or parameter.name != "compression"]
+    others = [parameter for parameter in others if differentiable or parameter.name != "compression"]
     signature = inspect.Signature([first.replace(name=label), *others])
 
     def variant(*args: Any, **kwargs: Any) -> Any:
         options = signature.bind(*args, **kwargs).arguments
         given = options.pop(label)
-        if suffix:
-            operation = submit(given if suffix.endswith("_") else _copied(given), **options)
-            return operation if "async" in suffix else synchronize(operation)
+        if not differentiable:
+            operation = submit(given if in_place else _copied(given), **options)
+            return synchronize(operation) if waits else operation
         compression = options.get("compression", Compression.none)
-        parts, contexts = zip(*map(compression.compress, given if prefix else [given]), strict=True)
-        results = _Differentiable.apply(partial(submit, **options), not prefix, *parts)
+        parts, contexts = zip(*map(compression.compress, given if several else [given]), strict=True)
+        results = _Differentiable.apply(partial(submit, **options), not several, *parts)
         whole = tuple(compression.decompress(*pair) for pair in zip_longest(results, contexts))
         # Of alltoall, the second result is the numbers of rows.
-        return whole if prefix or options.get("splits") is not None else whole[0]
+        return whole if several or options.get("splits") is not None else whole[0]
 
-    variant.__name__ = f"{prefix}{submit.__name__[1:]}{suffix}"
+    variant.__name__ = name.format(submit.__name__[1:])
     variant.__doc__ = submit.__doc__
     variant.__signature__ = signature  # type: ignore[attr-defined]
     return variant
@@ -181,7 +183,7 @@ def _allreduce(
 (
     allreduce, allreduce_, allreduce_async, allreduce_async_,
     grouped_allreduce, grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_,
-) = _variants(_allreduce, ("", "_", "_async", "_async_"))  # fmt: skip
+) = _variants(_allreduce, *_IN_PLACE, *map("grouped_{}".format, _IN_PLACE))  # fmt: skip
 
 
 def reduce(ranks: Communicator, tensor: Tensor, op: int, prescale: float = 1.0, postscale: float = 1.0) -> Tensor:
@@ -314,7 +316,7 @@ def _broadcast(
     return _submit(process_set, "broadcast", tensor, name, run, process_set.ranks.index(root_rank), back=back)
 
 
-broadcast, broadcast_, broadcast_async, broadcast_async_, *_ = _variants(_broadcast, ("", "_", "_async", "_async_"))
+broadcast, broadcast_, broadcast_async, broadcast_async_ = _variants(_broadcast, *_IN_PLACE)
 
 
 def _reducescatter(
