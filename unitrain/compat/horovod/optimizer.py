@@ -23,7 +23,7 @@ from unitrain.communication.communicator import Communicator
 from unitrain.communication.comparison import difference_between_ranks
 from unitrain.communication.state_transfer import SentState, broadcast_tensors, outline
 from unitrain.compat.horovod.collectives import Average, Compression, Compressor, Sum, reduce, reduce_sparse
-from unitrain.compat.horovod.process_sets import Form, HorovodInternalError, ProcessSet, global_process_set
+from unitrain.compat.horovod.process_sets import HorovodInternalError, ProcessSet, global_process_set
 from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import GradientReducer
 
@@ -189,11 +189,7 @@ class DistributedOptimizer(Optimizer):
         self.backward_passes_per_step = passes
 
 
-def _reduce_zeros(ranks: Communicator, name: str, form: Form) -> None:
-    _of_all_ranks[name].reduce_gradients(ranks, joined=True)
-
-
-ProcessSet.stand_ins[_VERB] = _reduce_zeros
+ProcessSet.stand_ins[_VERB] = lambda ranks, name, form: _of_all_ranks[name].reduce_gradients(ranks, joined=True)
 
 
 def _names(optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None) -> dict[nn.Parameter, str]:
