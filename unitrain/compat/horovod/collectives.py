@@ -76,7 +76,7 @@ def _submit(
         name: by which the ranks match it; None for one that its number makes.
         run: runs it, given the communicator, a tensor and ``more``, and returns its result.
         *more: what must also be the same on all ranks.
-        back: returns the gradients of the tensors, given those of the results.
+        back: returns the gradients of the tensors, given the results'.
     """
     single = isinstance(tensors, Tensor)
     group: list[Tensor] = [tensors] if single else tensors
@@ -121,9 +121,9 @@ def _variants(submit: Callable[..., Operation], *names: str) -> Iterator[Any]:
 
     Args:
         submit: submits the verb for a tensor, or for several, which it may overwrite.
-        *names: ``grouped_`` begins those of functions of several tensors. Functions with ``async`` return a handle, and
-            those with ``_`` at the end overwrite the tensor. The others are differentiable, and they alone have the
-            argument ``compression``, if ``submit`` has it.
+        *names: with ``grouped_``, a function takes several tensors; with ``async``, it returns a handle; with ``_`` at
+            the end, it overwrites the tensor. Without the last two, it is differentiable, and has the argument
+            ``compression``, if ``submit`` has it.
     """
     return (_variant(submit, name) for name in names or _NAMES)
 
@@ -195,7 +195,12 @@ def reduce(ranks: Communicator, tensor: Tensor, op: int, prescale: float = 1.0, 
         op: the reduction.
         prescale: by which to multiply before.
         postscale: by which to multiply after.
+
+    Raises:
+        ValueError: the tensor is one of bools or of complex numbers.
     """
+    if tensor.dtype == torch.bool or tensor.is_complex():
+        raise ValueError(f"reductions of {tensor.dtype} are not supported: convert the tensor, for example by .int().")
     buffer = tensor.data.to(ranks.device)
     _scale(buffer, prescale)
     if op == Product:
@@ -253,7 +258,7 @@ def _counts(ranks: Communicator, tensor: Tensor) -> list[int]:
 
 def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Operation:
     """Return the rows of all ranks in one. A rank gets the mean over the ranks of its gradients."""
-    counts: list[list[int]] = []  # of each tensor, those of each rank
+    counts: list[list[int]] = []  # of each tensor, for each rank
 
     def run(ranks: Communicator, tensor: Tensor) -> Tensor:
         counts.append(_counts(ranks, tensor))

@@ -38,7 +38,7 @@ class Operation(Future[Any]):
         run: runs it on all ranks together, given their communicator, and returns its result.
 
     Attributes:
-        back: returns the gradients of the tensors that were given, given those of the results.
+        back: returns the gradients of the tensors that were given, given the results'.
     """
 
     back: Callable[..., Any]
@@ -133,8 +133,8 @@ class ProcessSet:
         ranks = self.communicator
         forms = {name: self._pending[name].form for name in sorted(self._pending)}
         digest = torch.tensor(derived_seed(forms, joins) >> 1, device=ranks.device)
-        alike = len(set(ranks.collectives.all_gather(digest).tolist())) == 1
-        every = [(forms, joins)] * ranks.world_size if alike else ranks.all_gather_data((forms, joins))
+        equal = len(set(ranks.collectives.all_gather(digest).tolist())) == 1
+        every = [(forms, joins)] * ranks.world_size if equal else ranks.all_gather_data((forms, joins))
         joined = [rank for rank, (_, joins) in enumerate(every) if joins]
         self.joined = sorted(joined, key=[*self.joined, *joined].index)
         ran = [name for name in sorted({name for forms, _ in every for name in forms}) if self._runs(name, every)]
@@ -148,7 +148,7 @@ class ProcessSet:
         return ended
 
     def _runs(self, name: str, every: Sequence[tuple[dict[str, Form], bool]]) -> bool:
-        """Run an operation if all ranks that have not joined have submitted it alike, and others need not."""
+        """Run an operation if all ranks that have not joined have submitted it in one form, and others can join in it."""
         verb = name.partition(".")[0]
         first, *others = [forms.get(name) for forms, joins in every if name in forms or not joins]
         if any(form != first for form in others) or (len(others) + 1 < len(every) and verb not in self.stand_ins):
