@@ -76,7 +76,7 @@ def _submit(
         name: by which the ranks match it; None for one that its number makes.
         run: runs it, given the communicator, a tensor and ``more``, and returns its result.
         *more: what must also be the same on all ranks.
-        back: returns the gradients of the tensors, given the results'.
+        back: returns the gradients of the tensors, given the results' gradients.
     """
     single = isinstance(tensors, Tensor)
     group: list[Tensor] = [tensors] if single else tensors

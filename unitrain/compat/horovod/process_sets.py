@@ -38,7 +38,7 @@ class Operation(Future[Any]):
         run: runs it on all ranks together, given their communicator, and returns its result.
 
     Attributes:
-        back: returns the gradients of the tensors that were given, given the results'.
+        back: returns the gradients of the tensors that were given, given the results' gradients.
     """
 
     back: Callable[..., Any]
@@ -148,7 +148,7 @@ class ProcessSet:
         return ended
 
     def _runs(self, name: str, every: Sequence[tuple[dict[str, Form], bool]]) -> bool:
-        """Run an operation if all ranks that have not joined have submitted it in one form, and others can join in it."""
+        """Run an operation if all ranks but those that have joined have it in one form, and these can join in it."""
         verb = name.partition(".")[0]
         first, *others = [forms.get(name) for forms, joins in every if name in forms or not joins]
         if any(form != first for form in others) or (len(others) + 1 < len(every) and verb not in self.stand_ins):
