@@ -33,8 +33,7 @@ EXCEPTIONS = {
         "unitrain/process.py": "as above: its stream has no file descriptor",
     },
     "sync_batchnorm": {
-        "unitrain/compat/horovod/__init__.py": "Horovod's name of a layer, which scripts import",
-        "unitrain/compat/horovod/sync_batch_norm.py": "as above",
+        "unitrain/compat/horovod/sync_batch_norm.py": "Horovod's name of a layer, which scripts import",
     },
 }  # fmt: skip
 

@@ -1,47 +1,71 @@
-"""The collectives, with Horovod's names, arguments, defaults and gradients.
+"""The collectives, with Horovod's names, arguments, defaults and gradients, on the three of a backend.
 
-Where two functions differ only in that one takes several tensors, waits, or has another tensor as its result, it is
-made from the other.
+A verb is a function that submits it, with the tensor as its result where it can be. ``_variants`` makes Horovod's
+functions of it. Allgather and alltoall gather what all ranks send, padded to the longest. Reducescatter reduces all
+rows and keeps its own. A product gathers, and multiplies. So they move more bytes than a library's own would.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
-from unitrain.compat.horovod import operations
-from unitrain.compat.horovod.compression import Compression, Compressor
-from unitrain.compat.horovod.matching import HorovodInternalError, Operation
-from unitrain.compat.horovod.process_sets import ProcessSet, global_process_set
+from unitrain.communication.gathering import gather_rows
+from unitrain.compat.horovod.process_sets import Form, Operation, ProcessSet, T, global_process_set, synchronize
 from unitrain.errors import UsageError
 
-__all__ = [
-    "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce", "allreduce_",
-    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
-    "broadcast_async", "broadcast_async_", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
-    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
-    "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async",
-    "synchronize",
-]  # fmt: skip
-# As in operations.OPS.
-Average: int = 0
-Sum: int = 1
-Adasum: int = 2
-Min: int = 3
-Max: int = 4
-Product: int = 5
-_NONE = Compression.none
-_OF_ROWS = ("allgather", "alltoall")
+
+class Compressor:
+    """Changes tensors before they are reduced, and back; not at all unless a subclass overrides this."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor to send for one, and an argument for ``decompress``."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Return a result in its original form, given the argument that ``compress`` has returned."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Reduces floats in 16 bits, sums included."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor in float16 if it has floats, and its dtype."""
+        return tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
+        """Return the tensor in the dtype that it had."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The compressions that there are."""
+
+    none = Compressor
+    fp16 = FP16Compressor
+
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+_NAMES = ("{}", "{}_async", "grouped_{}", "grouped_{}_async")
+_IN_PLACE = ("{}", "{}_", "{}_async", "{}_async_")
+_REDUCTIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max"}
 
 
 def _submit(
-    process_set: ProcessSet, verb: str, tensors: Any, name: str | None, run: Callable[..., Any], *more: object
+    process_set: ProcessSet, verb: str, tensors: Any, name: str | None, run: Callable[..., Any], *more: object,
+    back: Callable[[Sequence[Tensor]], Sequence[Tensor]],
 ) -> Operation:  # fmt: skip
     """Submit an operation on a tensor, or on several, and return its handle.
 
@@ -52,72 +76,39 @@ def _submit(
         name: by which the ranks match it; None for one that its number makes.
         run: runs it, given the communicator, a tensor and ``more``, and returns its result.
         *more: what must also be the same on all ranks.
+        back: returns the gradients of the tensors, given the results' gradients.
     """
     single = isinstance(tensors, Tensor)
     group: list[Tensor] = [tensors] if single else tensors
-    for tensor in group:
-        if tensor.layout != torch.strided or not tensor.is_contiguous():  # which Horovod refuses, too
-            raise ValueError(f"{verb} needs a dense, contiguous tensor: pass tensor.contiguous() or tensor.to_dense().")
-        if verb in (*_OF_ROWS, "reducescatter") and not tensor.dim():
-            raise ValueError(f"{verb} needs a tensor with rows, not a scalar: pass tensor.unsqueeze(0).")
-    first = 1 if verb in _OF_ROWS else 0  # the ranks may have different numbers of rows
+    if any(tensor.layout != torch.strided or not tensor.is_contiguous() for tensor in group):  # as Horovod
+        raise ValueError(f"{verb} needs a dense, contiguous tensor: pass tensor.contiguous() or tensor.to_dense().")
+    if verb in ("allgather", "alltoall", "reducescatter") and not all(tensor.dim() for tensor in group):
+        raise ValueError(f"{verb} needs a tensor with rows, not a scalar: pass tensor.unsqueeze(0).")
+    first = 1 if verb in ("allgather", "alltoall") else 0  # the ranks may have different numbers of rows
     forms = [(str(tensor.dtype)[6:], list(tensor.shape[first:]), tensor.device.type) for tensor in group]
 
     def run_all(ranks: Communicator) -> Any:
         results = tuple(run(ranks, tensor, *more) for tensor in group)
         return results[0] if single else results
 
-    return process_set.queue().submit(verb if single else f"grouped_{verb}", name, (forms, *more), run_all)
+    operation = process_set.submit(verb if single else f"grouped_{verb}", name, (forms, *more), run_all)
+    operation.back = back
+    return operation
 
 
-def _grouped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of several ``tensors``, given one that takes a ``tensor``, or several."""
-
-    def grouped(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        return function(list(tensors), *args, **kwargs)
-
-    signature = inspect.signature(function)
-    first, *others = signature.parameters.values()
-    grouped.__signature__ = signature.replace(parameters=[first.replace(name="tensors"), *others])  # type: ignore[attr-defined]
-    grouped.__name__ = f"grouped_{function.__name__}"
-    grouped.__doc__ = f"As ``{function.__name__}``, with several tensors."
-    return grouped
-
-
-def _copied(function: Callable[..., Operation]) -> Callable[..., Operation]:
-    """Return a function that submits an operation on a copy of the tensor, or tensors, given one without a copy."""
-
-    @wraps(function)
-    def copied(tensor: Any, *args: Any, **kwargs: Any) -> Operation:
-        copies = tensor.detach().clone() if isinstance(tensor, Tensor) else [part.detach().clone() for part in tensor]
-        return function(copies, *args, **kwargs)
-
-    copied.__name__ = function.__name__.removesuffix("_")
-    copied.__doc__ = f"As ``{function.__name__}``, with another tensor as its result."
-    return copied
-
-
-def _waited(function: Callable[..., Operation]) -> Callable[..., Any]:
-    """Return a function that waits for the operation that another one submits, and returns its result."""
-
-    @wraps(function)
-    def waited(*args: Any, **kwargs: Any) -> Any:
-        return synchronize(function(*args, **kwargs))
-
-    waited.__name__ = function.__name__.replace("async_", "")
-    waited.__doc__ = f"As ``{function.__name__}``, but wait, and return the tensor."
-    return waited
+def _copied(tensors: Any) -> Any:
+    """Return a copy of a tensor, or of each of several."""
+    return tensors.detach().clone() if isinstance(tensors, Tensor) else [*map(_copied, tensors)]
 
 
 class _Differentiable(torch.autograd.Function):
-    """Runs an operation in the forward, and others on the gradients in the backward."""
+    """Runs an operation on copies in the forward, and others on the gradients in the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, submit: Callable[..., Operation], back: Callable[..., Sequence[Tensor]], *tensors: Tensor
-    ) -> Any:
-        ctx.back = back
-        result = synchronize(submit(tensors))
+    def forward(ctx: Any, submit: Callable[[Any], Operation], single: bool, *tensors: Tensor) -> Any:
+        operation = submit(_copied(tensors[0] if single else tensors))
+        ctx.back = operation.back
+        result = synchronize(operation)
         return result if isinstance(result, tuple) else (result,)
 
     @staticmethod
@@ -125,23 +116,42 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *ctx.back([grad.contiguous() for grad in grads])
 
 
-def _differentiable(
-    tensors: Any, submit: Callable[[Any], Operation], back: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    compression: type[Compressor] = _NONE,
-) -> Any:  # fmt: skip
-    """Return the results of an operation on a tensor, or on several.
+def _variants(submit: Callable[..., Operation], *names: str) -> Iterator[Any]:
+    """Return the functions of a verb, in the order of their names.
 
     Args:
-        tensors: the tensor or tensors.
-        submit: submits it, given what they are compressed to.
-        back: returns the gradients of these, given the gradients of the results.
-        compression: compresses them, and decompresses the results.
+        submit: submits the verb for a tensor, or for several, which it may overwrite.
+        *names: with ``grouped_``, a function takes several tensors; with ``async``, it returns a handle; with ``_`` at
+            the end, it overwrites the tensor. Without the last two, it is differentiable, and has the argument
+            ``compression``, if ``submit`` has it.
     """
-    single = isinstance(tensors, Tensor)
-    parts, contexts = zip(*map(compression.compress, [tensors] if single else tensors), strict=True)
-    results = _Differentiable.apply(lambda parts: submit(parts[0] if single else parts), back, *parts)
-    whole = [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
-    return whole[0] if single else whole
+    return (_variant(submit, name) for name in names or _NAMES)
+
+
+def _variant(submit: Callable[..., Operation], name: str) -> Callable[..., Any]:
+    several, waits, in_place = name.startswith("grouped"), "async" not in name, name.endswith("_")
+    label, differentiable = "tensors" if several else "tensor", waits and not in_place
+    first, *others = inspect.signature(submit).parameters.values()
+    others = [parameter for parameter in others if differentiable or parameter.name != "compression"]
+    signature = inspect.Signature([first.replace(name=label), *others])
+
+    def variant(*args: Any, **kwargs: Any) -> Any:
+        options = signature.bind(*args, **kwargs).arguments
+        given = options.pop(label)
+        if not differentiable:
+            operation = submit(given if in_place else _copied(given), **options)
+            return synchronize(operation) if waits else operation
+        compression = options.get("compression", Compression.none)
+        parts, contexts = zip(*map(compression.compress, given if several else [given]), strict=True)
+        results = _Differentiable.apply(partial(submit, **options), not several, *parts)
+        whole = tuple(compression.decompress(*pair) for pair in zip_longest(results, contexts))
+        # Of alltoall, the second result is the numbers of rows.
+        return whole if several or options.get("splits") is not None else whole[0]
+
+    variant.__name__ = name.format(submit.__name__[1:])
+    variant.__doc__ = submit.__doc__
+    variant.__signature__ = signature  # type: ignore[attr-defined]
+    return variant
 
 
 # ------------------------------------------------------------------------------------------------------- allreduce
@@ -152,44 +162,71 @@ def _op(op: int | None, average: bool | None) -> int:
     if average is not None and op is not None:
         raise ValueError("op and average exclude each other: pass op only.")
     if op == Adasum:
-        raise UsageError(
-            "hvd.Adasum is not supported: use hvd.Average, with a learning rate that is scaled by hvd.size() and "
-            "warmed up over the first epochs."
-        )
+        raise UsageError("hvd.Adasum is not supported: use hvd.Average, with a learning rate that is warmed up.")
     return op if op is not None else Sum if average is False else Average
 
 
-def allreduce(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, compression: type[Compressor] = _NONE,
+def _allreduce(
+    tensor: Any, average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
     op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Tensor:  # fmt: skip
-    """Return the mean of a tensor over the ranks, or another reduction. Differentiable."""
-    scaling = (_op(op, average), prescale_factor, postscale_factor, process_set)
-    result: Tensor = _differentiable(
-        tensor,
-        lambda parts: allreduce_async(parts, None, name, *scaling),
-        lambda grads: grouped_allreduce(grads, None, None, _NONE, *scaling),
-        compression,
-    )
-    return result
-
-
-def allreduce_async_(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Operation:  # fmt: skip
-    """Submit ``allreduce`` with the tensor as its result, and return its handle. Not differentiable."""
-    how = operations.OPS[_op(op, average)], prescale_factor, postscale_factor
-    return _submit(process_set, "allreduce", tensor, name, operations.reduce, *how)
+    """Return the mean of a tensor over the ranks, or another reduction."""
+    how = _op(op, average), prescale_factor, postscale_factor
+
+    def back(grads: Sequence[Tensor]) -> Any:
+        return grouped_allreduce(grads, None, None, Compression.none, *how, process_set)
+
+    return _submit(process_set, "allreduce", tensor, name, reduce, *how, back=back)
 
 
-allreduce_async: Callable[..., Operation] = _copied(allreduce_async_)
-allreduce_: Callable[..., Tensor] = _waited(allreduce_async_)
-grouped_allreduce: Callable[..., list[Tensor]] = _grouped(allreduce)
-grouped_allreduce_: Callable[..., tuple[Tensor, ...]] = _grouped(allreduce_)
-grouped_allreduce_async: Callable[..., Operation] = _grouped(allreduce_async)
-grouped_allreduce_async_: Callable[..., Operation] = _grouped(allreduce_async_)
+(
+    allreduce, allreduce_, allreduce_async, allreduce_async_,
+    grouped_allreduce, grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_,
+) = _variants(_allreduce, *_IN_PLACE, *map("grouped_{}".format, _IN_PLACE))  # fmt: skip
+
+
+def reduce(ranks: Communicator, tensor: Tensor, op: int, prescale: float = 1.0, postscale: float = 1.0) -> Tensor:
+    """Reduce a tensor in place, and return it.
+
+    Args:
+        ranks: the communicator.
+        tensor: the tensor.
+        op: the reduction.
+        prescale: by which to multiply before.
+        postscale: by which to multiply after.
+
+    Raises:
+        ValueError: the tensor is one of bools or of complex numbers.
+    """
+    if tensor.dtype == torch.bool or tensor.is_complex():
+        raise ValueError(f"reductions of {tensor.dtype} are not supported: convert the tensor, for example by .int().")
+    buffer = tensor.data.to(ranks.device)
+    _scale(buffer, prescale)
+    if op == Product:
+        buffer.copy_(ranks.collectives.all_gather(buffer).prod(0, dtype=buffer.dtype))
+    else:
+        ranks.collectives.all_reduce(buffer, _REDUCTIONS[op])
+    _scale(buffer, postscale / ranks.world_size if op == Average else postscale)
+    tensor.data.copy_(buffer)  # no copy on the same device
+    return tensor
+
+
+def _scale(buffer: Tensor, factor: float) -> None:
+    """Multiply in place, as Horovod does: ints in float64, rounded to zero."""
+    if factor != 1 and buffer.is_floating_point():
+        buffer.mul_(factor)
+    elif factor != 1:
+        buffer.copy_(buffer.double() * factor)
+
+
+def _reduce_zeros(ranks: Communicator, name: str, form: Form) -> None:
+    tensors, *how = form
+    for dtype, shape, _ in tensors:
+        reduce(ranks, torch.zeros(shape, dtype=getattr(torch, dtype)), *how)
+
+
+ProcessSet.stand_ins |= {"allreduce": _reduce_zeros, "grouped_allreduce": _reduce_zeros}
 
 
 def sparse_allreduce_async(
@@ -197,158 +234,145 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Submit a mean or sum of sparse tensors, and return a function that waits and returns it, not coalesced."""
     form = (str(tensor.dtype), list(tensor.shape), op)
-    run = partial(operations.reduce_sparse, tensor=tensor, op=operations.OPS[op])
-    return partial(synchronize, process_set.queue().submit("sparse_allreduce", name, form, run))
+    run = partial(reduce_sparse, tensor=tensor, op=op)
+    return partial(synchronize, process_set.submit("sparse_allreduce", name, form, run))
+
+
+def reduce_sparse(ranks: Communicator, tensor: Tensor, op: int) -> Tensor:
+    """Return the mean or sum of sparse tensors, not coalesced."""
+    tensor = tensor.coalesce()
+    counts = _counts(ranks, tensor.values())
+    indices, values = (gather_rows(ranks, part, counts) for part in (tensor.indices().T, tensor.values()))
+    divisor = ranks.world_size if op == Average else 1
+    return torch.sparse_coo_tensor(indices.T, values / divisor, tensor.shape, check_invariants=False)
 
 
 # ------------------------------------------------------------------------------------------------ those that move rows
 
 
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Return the rows of all ranks in one. Differentiable: a rank gets the mean over the ranks of its gradients."""
-    single = isinstance(tensor, Tensor)
-    rows = torch.tensor([[part.shape[:1].numel() for part in ([tensor] if single else tensor)]])
+def _counts(ranks: Communicator, tensor: Tensor) -> list[int]:
+    """Return how many rows each rank has."""
+    counts: list[int] = ranks.collectives.all_gather(torch.tensor(len(tensor), device=ranks.device)).tolist()
+    return counts
+
+
+def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Operation:
+    """Return the rows of all ranks in one. A rank gets the mean over the ranks of its gradients."""
+    counts: list[list[int]] = []  # of each tensor, for each rank
+
+    def run(ranks: Communicator, tensor: Tensor) -> Tensor:
+        counts.append(_counts(ranks, tensor))
+        return gather_rows(ranks, tensor, counts[-1])
 
     def back(grads: Sequence[Tensor]) -> list[Tensor]:
-        firsts = allgather(rows, process_set=process_set)[: process_set.rank()].sum(0).tolist()
         reduced = grouped_allreduce(grads, process_set=process_set)
-        return [grad.narrow(0, *part) for grad, *part in zip(reduced, firsts, rows[0].tolist(), strict=True)]
+        rank = process_set.communicator.rank
+        return [grad.split(rows)[rank] for grad, rows in zip(reduced, counts, strict=True)]
 
-    result: Tensor = _differentiable(tensor, lambda parts: allgather_async(parts, name, process_set), back)
-    return result
-
-
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Operation:
-    """Submit ``allgather``, and return its handle. Not differentiable."""
-    return _submit(process_set, "allgather", tensor, name, operations.gather)
+    return _submit(process_set, "allgather", tensor, name, run, back=back)
 
 
-grouped_allgather: Callable[..., list[Tensor]] = _grouped(allgather)
-grouped_allgather_async: Callable[..., Operation] = _grouped(allgather_async)
+allgather, allgather_async, grouped_allgather, grouped_allgather_async = _variants(_allgather)
 
 
-def alltoall(
-    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """Return the rows that the ranks have for this one; with ``splits``, also how many each had. Differentiable.
-
-    Args:
-        tensor: the rows for rank 0, then those for rank 1, and so on.
-        splits: how many rows are for each rank; None for equal numbers.
-        name: the name of the operation.
-        process_set: the ranks that take part.
-    """
-    counts: Tensor
-    rows, counts = _Differentiable.apply(
-        lambda parts: alltoall_async(parts[0], splits, name, process_set),
-        lambda grads: [alltoall(grads[0], counts, process_set=process_set)[0]],
-        tensor,
-    )
-    return rows if splits is None else (rows, counts)
-
-
-def alltoall_async(
-    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+def _alltoall(
+    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
-    """Submit ``alltoall``, and return its handle. Its result has how many rows each rank had in any case."""
+    """Return the rows that the ranks have for this one, and how many each had. The result has both."""
     world, rows = len(process_set.ranks), tensor.shape[:1].numel()
     counts = [rows // world] * world if splits is None else [int(count) for count in splits]
     floats = isinstance(splits, Tensor) and splits.is_floating_point()
     if floats or (splits is None and rows % world) or len(counts) != world or min(counts) < 0 or sum(counts) > rows:
-        raise ValueError(
-            f"alltoall got {rows} rows for {world} ranks, and splits {splits}: pass a whole number for each rank, "
-            "together not more than there are."
-        )
+        raise ValueError(f"alltoall got splits {splits} of {rows} rows for {world} ranks: pass an int for each.")
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
+    received: list[int] = []
 
     def run(ranks: Communicator, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        received, counted = operations.exchange(ranks, tensor, counts)
-        return received, like.new_tensor(counted)
+        table = ranks.collectives.all_gather(torch.tensor(counts, device=ranks.device)).tolist()
+        totals = [*map(sum, table)]
+        parts = torch.split(gather_rows(ranks, tensor[: sum(counts)], totals), totals)
+        received[:] = [row[ranks.rank] for row in table]
+        mine = [torch.split(part, row)[ranks.rank] for part, row in zip(parts, table, strict=True)]
+        return torch.cat(mine), like.new_tensor(received)
 
-    return _submit(process_set, "alltoall", tensor, name, run)
+    def back(grads: Sequence[Tensor]) -> Any:
+        return alltoall(grads[0], received, process_set=process_set)[:1]
+
+    return _submit(process_set, "alltoall", tensor, name, run, back=back)
 
 
-def broadcast(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """Return the tensor of a rank. Differentiable: that rank gets the mean over the ranks of the gradients."""
+alltoall, alltoall_async, *_ = _variants(_alltoall)
+
+
+def _broadcast(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Operation:
+    """Return the tensor of a rank. That rank gets the mean over the ranks of the gradients."""
+    if root_rank not in process_set.ranks:
+        raise ValueError(f"broadcast got root_rank {root_rank}, but must get one of the ranks {process_set.ranks}.")
+
+    def run(ranks: Communicator, tensor: Tensor, src: int) -> Tensor:
+        tensor.data.copy_(ranks.broadcast(tensor, src))
+        return tensor
 
     def back(grads: Sequence[Tensor]) -> list[Tensor]:
         return [allreduce(grads[0], process_set=process_set) * (global_process_set.rank() == root_rank)]
 
-    result: Tensor = _differentiable(tensor, lambda part: broadcast_async(part, root_rank, name, process_set), back)
-    return result
+    return _submit(process_set, "broadcast", tensor, name, run, process_set.ranks.index(root_rank), back=back)
 
 
-def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Operation:
-    """Submit ``broadcast`` with the tensor as its result, and return its handle. Not differentiable."""
-    if root_rank not in process_set.ranks:
-        raise ValueError(f"broadcast got root_rank {root_rank}, but must get one of the ranks {process_set.ranks}.")
-    return _submit(process_set, "broadcast", tensor, name, operations.broadcast, process_set.ranks.index(root_rank))
+broadcast, broadcast_, broadcast_async, broadcast_async_ = _variants(_broadcast, *_IN_PLACE)
 
 
-broadcast_async: Callable[..., Operation] = _copied(broadcast_async_)
-broadcast_: Callable[..., Tensor] = _waited(broadcast_async_)
-
-
-def reducescatter(
-    tensor: Tensor, name: str | None = None, compression: type[Compressor] = _NONE, op: int = Average,
+def _reducescatter(
+    tensor: Any, name: str | None = None, compression: type[Compressor] = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """Return this rank's rows of the mean or sum of a tensor over the ranks. Differentiable."""
+) -> Operation:  # fmt: skip
+    """Return this rank's rows of the mean or sum of a tensor over the ranks. The first ranks get a row more."""
+    if op not in (Average, Sum):
+        raise NotImplementedError("reducescatter supports hvd.Average and hvd.Sum only: use hvd.allreduce for others.")
     # As Horovod scales gradients.
     factor = prescale_factor * postscale_factor * (len(process_set.ranks) if op == Sum else 1)
-    result: Tensor = _differentiable(
-        tensor,
-        lambda parts: reducescatter_async(parts, name, op, process_set, prescale_factor, postscale_factor),
-        lambda grads: grouped_allgather([grad * factor for grad in grads], process_set=process_set),
-        compression,
-    )
-    return result
+
+    def run(ranks: Communicator, tensor: Tensor, *how: Any) -> Tensor:
+        return torch.tensor_split(reduce(ranks, tensor, *how), ranks.world_size)[ranks.rank].clone()
+
+    def back(grads: Sequence[Tensor]) -> Any:
+        return grouped_allgather([grad * factor for grad in grads], process_set=process_set)
+
+    how = op, prescale_factor, postscale_factor
+    return _submit(process_set, "reducescatter", tensor, name, run, *how, back=back)
 
 
-def reducescatter_async(
-    tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Operation:  # fmt: skip
-    """Submit ``reducescatter``, and return its handle. Not differentiable."""
-    if op not in (Average, Sum):
-        raise HorovodInternalError("reducescatter supports hvd.Average and hvd.Sum only: use hvd.allreduce for others.")
-    how = operations.OPS[op], prescale_factor, postscale_factor
-    return _submit(process_set, "reducescatter", tensor, name, operations.reduce_scatter, *how)
+reducescatter, reducescatter_async, grouped_reducescatter, grouped_reducescatter_async = _variants(_reducescatter)
 
 
-grouped_reducescatter: Callable[..., list[Tensor]] = _grouped(reducescatter)
-grouped_reducescatter_async: Callable[..., Operation] = _grouped(reducescatter_async)
-
-# --------------------------------------------------------------------------------------------------------- handles
+# --------------------------------------------------------------------------------------------------------- objects
 
 
-def poll(handle: Operation) -> bool:
-    """Wait for an operation, unlike Horovod's, and return True: nothing runs in the background."""
-    return handle.queue.poll(handle)
-
-
-def synchronize(handle: Operation) -> Any:
-    """Wait for an operation, and return its result: a tuple for several tensors.
-
-    Raises:
-        HorovodInternalError: the ranks don't agree on it, or it has failed because of another rank.
-    """
-    return handle.queue.finish(handle)
-
-
-def join(device: int = -1) -> int:
-    """Take part in the reductions of other ranks, with zeros, until all have joined. Return the rank that was last.
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> T:
+    """Return a rank's object. Collective.
 
     Args:
-        device: ignored: the zeros are where the ranks communicate.
+        obj: as of ``Communicator.broadcast_object``; ignored on other ranks.
+        root_rank: the rank that has it, of all.
+        name: matches the calls of the ranks.
+        process_set: the ranks that call it.
     """
-    return global_process_set.queue().join()
+
+    def send(communicator: Communicator) -> T:
+        return communicator.broadcast_object(obj, process_set.ranks.index(root_rank))
+
+    return process_set.call("broadcast_object", name, (root_rank,), send)
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank of a process set has called it."""
-    process_set.queue().call("barrier", None, (), lambda ranks: None)
+def allgather_object(obj: T, name: str | None = None) -> list[T]:
+    """Return the objects of all ranks, in their order. Collective.
+
+    Args:
+        obj: as of ``Communicator.all_gather_object``.
+        name: matches the calls of the ranks.
+    """
+    return global_process_set.call("allgather_object", name, (), lambda ranks: ranks.all_gather_object(obj))

@@ -18,12 +18,11 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import nn, optim
+from torch.utils.data import Sampler
 
 from unitrain.checkpoint import Checkpoint
-from unitrain.compat.horovod.functions import broadcast_object
+from unitrain.compat.horovod.collectives import broadcast_object
 from unitrain.compat.horovod.world import rank, size, strategy
 
 FOLDER = "UNITRAIN_ELASTIC_FOLDER"
@@ -75,30 +74,29 @@ class State:
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""
-        self._saved = {name: copy.deepcopy(part.state_dict()) for name, part in self.parts().items()}
+        self._saved = copy.deepcopy(self.state_dict())
 
     def restore(self) -> None:
         """Go back to the copy."""
-        for name, part in self.parts().items():
-            part.load_state_dict(copy.deepcopy(self._saved[name]))  # optimizers keep its tensors
+        self.load_state_dict(copy.deepcopy(self._saved))  # optimizers keep its tensors
 
     def sync(self) -> None:
         """Give all ranks the state of rank 0, and save it. Collective."""
+        self.load_state_dict(broadcast_object(self.state_dict()))
         self.save()
-        self._saved = broadcast_object(self._saved)
-        self.restore()
-
-    def parts(self) -> dict[str, Any]:
-        """Return the objects with a state, by name, and this, which has the others."""
-        return {**{name: value for name in self._names if _has_state(value := getattr(self, name))}, "attributes": self}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the objects without a state."""
-        return {name: value for name in self._names if not _has_state(value := getattr(self, name))}
+        """Return the states of the objects by name, and those objects that have none."""
+        objects = {name: getattr(self, name) for name in self._names}
+        return {name: value.state_dict() if _has_state(value) else value for name, value in objects.items()}
 
-    def load_state_dict(self, objects: dict[str, Any]) -> None:
-        """Set the objects without a state."""
-        vars(self).update(objects)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states of the objects, and set those objects that have none."""
+        for name, value in state_dict.items():
+            if _has_state(getattr(self, name)):
+                getattr(self, name).load_state_dict(value)
+            else:
+                setattr(self, name, value)
 
 
 ObjectState = State
@@ -113,11 +111,11 @@ class TorchState(State):
         **kwargs: others, as of ``State``.
     """
 
-    def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
+    def __init__(self, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None, **kwargs: Any) -> None:
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
 
-class ElasticSampler(torch.utils.data.Sampler[int]):
+class ElasticSampler(Sampler[int]):
     """Divides the samples of an epoch that are not processed yet among the ranks, however many there are.
 
     Args:
@@ -131,14 +129,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         remaining_indices: the samples that were not processed when the epoch began, or continued.
     """
 
-    epoch: int
-    processed_num: int
-    remaining_indices: list[int]
-
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset: Sized = dataset
-        self.shuffle: bool = shuffle
-        self.seed: int = seed
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -183,21 +175,20 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
         if folder := os.environ.get(FOLDER):
-            state._checkpoint = checkpoint = strategy().checkpoint(folder, partial=True, **state.parts())
-            if checkpoint.resume():
+            state._checkpoint = strategy().checkpoint(folder, partial=True, state=state)
+            if state._checkpoint.resume():
                 # As after one of Horovod's resets: another number of ranks may need another learning rate.
                 state.on_reset()
         else:
             strategy().communicator.warn(
-                f"what is committed ends with the job: set {FOLDER} to a folder that all hosts see, and start the job "
-                "by `unitrain run --max-restarts N`, so that it continues from there after a failure."
+                f"set {FOLDER} to a folder, and use `unitrain run --max-restarts N`, to continue from commits."
             )
         state.sync()
         result = func(state, *args, **kwargs)
         if state._checkpoint is not None:
             # Started once more, the function returns at once.
-            checkpoint.save()
-            checkpoint.close()
+            state._checkpoint.save()
+            state._checkpoint.close()
             state._checkpoint = None
         return result
 

@@ -5,30 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 
-_HERE = __name__.rpartition(".")[0]
 _FOLDER = str(Path(__file__).parents[1])  # `unitrain horovod` puts it on the path, also of child processes
-_ALL = ("torch", "torch.mpi_ops", "torch.compression", "common.exceptions", "common.process_sets")
-_ELASTIC = ("torch.elastic", "torch.elastic.sampler", "torch.elastic.state")
+_OF_TORCH = ("mpi_ops", "compression", "elastic", "elastic.sampler", "elastic.state")
+_NAMES = ("torch", *(f"torch.{name}" for name in _OF_TORCH), "common", "common.exceptions", "common.process_sets")
 _installed: dict[str, ModuleType] = {}
 _real: dict[str, ModuleType] = {}
 
 
 def install() -> None:
     """Have ``import horovod.torch``, and the like, import this package in this process."""
-    for modules, source in ((_ALL, _HERE), (_ELASTIC, f"{_HERE}.elastic")):
-        _installed.update({f"horovod.{name}": import_module(source) for name in modules})
-    for name in ("horovod", "horovod.common"):
-        _installed[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
-        _installed[name].__file__ = __file__  # as None, it makes inspect fail, when torch imports torch._dynamo
-    package, common = _installed["horovod.torch"], _installed["horovod.common"]
-    _installed["horovod"].__dict__.update(torch=package, common=common, __version__="0.28.1")
-    common.__dict__.update(exceptions=package, process_sets=package)
+    from unitrain.compat import horovod as package
+
+    vars(package).update(torch=package, common=package, __version__="0.28.1")
+    _installed["horovod"] = package
+    _installed.update({f"horovod.{name}": package.elastic if "elastic" in name else package for name in _NAMES})
     sys.modules.update(_installed)
 
 
@@ -44,7 +37,5 @@ def real_horovod() -> Iterator[None]:
         yield
     finally:
         sys.path[:] = path
-        if _installed:
-            _real.update({name: module for name, module in sys.modules.items() if f"{name}.".startswith("horovod.")})
-            _installed["horovod"].__path__ = getattr(_real.get("horovod"), "__path__", [])
-            sys.modules.update(_installed)
+        _real.update({name: module for name, module in sys.modules.items() if f"{name}.".startswith("horovod.")})
+        sys.modules.update(_installed)

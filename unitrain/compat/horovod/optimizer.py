@@ -2,7 +2,7 @@
 
 Buckets are made in the first step, once the ranks have compared what they train. From then on each bucket is sent by a
 communicator that nothing else uses. So what ranks call between the backward and the step can't meet a bucket, even if
-their losses use different parameters. In ``step`` the ranks meet in the queue of the other operations: they find out
+their losses use different parameters. In ``step`` the ranks meet in the round of the other operations: they find out
 there if one has not come, or has joined.
 """
 
@@ -10,67 +10,86 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer, SparseAdam
 
 from unitrain.communication.communicator import Communicator
-from unitrain.compat.horovod.collectives import Average, Sum
-from unitrain.compat.horovod.compression import Compression, Compressor
-from unitrain.compat.horovod.functions import check_same
-from unitrain.compat.horovod.matching import STAND_INS, Form, HorovodInternalError
-from unitrain.compat.horovod.operations import OPS, reduce, reduce_sparse
-from unitrain.compat.horovod.process_sets import ProcessSet, global_process_set
+from unitrain.communication.comparison import difference_between_ranks
+from unitrain.communication.state_transfer import SentState, broadcast_tensors, outline
+from unitrain.compat.horovod.collectives import Average, Compression, Compressor, Sum, reduce, reduce_sparse
+from unitrain.compat.horovod.process_sets import HorovodInternalError, ProcessSet, global_process_set
 from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import GradientReducer
 
-OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 _VERB = "DistributedOptimizer"
 _WIRE_DTYPES = {Compression.none: None, Compression.fp16: torch.float16}
-_of_all_ranks: weakref.WeakValueDictionary[str, Distributed] = weakref.WeakValueDictionary()
+_of_all_ranks: weakref.WeakValueDictionary[str, DistributedOptimizer] = weakref.WeakValueDictionary()
 
 
-class Distributed(Optimizer):
-    """The part that ``DistributedOptimizer`` adds to an optimizer's class."""
+class DistributedOptimizer(Optimizer):
+    """An optimizer that reduces the gradients over the ranks before each step.
 
-    backward_passes_per_step: int
-    process_set: ProcessSet
+    It is of a subclass of the optimizer's class, too, and shares its parameter groups and its state.
 
-    def distribute(
-        self, names: dict[Parameter, str], process_set: ProcessSet, passes: int, op: int, factor: float,
-        wire_dtype: torch.dtype | None, sparse_as_dense: bool,
+    Args:
+        optimizer: the optimizer.
+        named_parameters: the names of all parameters, for messages: ``model.named_parameters()``.
+        compression: ``Compression.none`` or ``Compression.fp16``.
+        backward_passes_per_step: the number of backwards before each step; their gradients are added up.
+        op: Average or Sum.
+        gradient_predivide_factor: a part of the size that Average divides by before the sum, and not after it.
+        num_groups: has no effect.
+        groups: has no effect: gradients are always sent in groups, of 25 MiB.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: the ranks to reduce over. Other ranks train alone.
+
+    Raises:
+        UsageError: ``op`` or ``compression`` is another one.
+        ValueError: another argument is wrong, or parameters have no name, or one that is not unique.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+        compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
+        gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
     ) -> None:  # fmt: skip
-        """Begin to reduce the gradients of parameters, which are all that are trained, and have names."""
-        self.backward_passes_per_step, self.process_set = passes, process_set
-        self._names, self._op, self._factor = names, op, factor
-        self._wire_dtype, self._sparse_as_dense = wire_dtype, sparse_as_dense
-        self._passes: dict[Parameter, int] = {}  # backwards since the last step
-        self._sparse: list[Parameter] = []
+        if op not in (Average, Sum) or compression not in _WIRE_DTYPES:
+            raise UsageError("DistributedOptimizer has no Adasum: use op=hvd.Average; and compression none or fp16.")
+        if gradient_predivide_factor != 1.0 and op != Average:
+            raise ValueError("gradient_predivide_factor is a part of a mean, and op is not Average: leave it at 1.")
+        kind = type(optimizer)
+        self.__class__ = type(kind.__name__, (DistributedOptimizer, kind), {"__module__": kind.__module__})
+        # A scheduler puts another step() into the object.
+        vars(self).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        self.backward_passes_per_step = backward_passes_per_step
+        self.process_set, self._op, self._factor = process_set, op, gradient_predivide_factor
+        self._wire_dtype, self._sparse_as_dense = _WIRE_DTYPES[compression], sparse_as_dense
+        self._names = _names(optimizer, named_parameters)
+        self._passes: Counter[nn.Parameter] = Counter()  # backwards since the last step
         self._reducer: GradientReducer | None = None
-        self._synchronized = self._skips = self._reduces = False
-        if process_set.included() is False:
-            return  # ranks that are not in the process set train alone
-        queue = process_set.queue()  # ValueError unless it is registered
-        self._name = queue.next_name(_VERB)
-        self._reduces = queue.communicator.world_size > 1
+        self._synchronized = self._skips = False
+        self._reduces = process_set.included() is not False and process_set.communicator.world_size > 1
+        self._name = process_set.next_name(_VERB)
         if process_set is global_process_set:
             _of_all_ranks[f"{_VERB}.{self._name}"] = self
         this = weakref.proxy(self)  # an optimizer that the script has dropped reduces nothing
-        for p in names if self._reduces else ():
+        for p in self._names if self._reduces else ():
             hook = p.register_post_accumulate_grad_hook(lambda p: this._count(p))  # type: ignore[no-untyped-call]
             weakref.finalize(self, hook.remove)
 
-    def _count(self, p: Parameter) -> None:
+    def _count(self, p: nn.Parameter) -> None:
         """Count a gradient, before the buckets do."""
-        passes = self._passes[p] = self._passes.get(p, 0) + 1
-        if passes > self.backward_passes_per_step:
+        self._passes[p] += 1
+        if self._passes[p] > self.backward_passes_per_step:
             raise AssertionError(
-                f"the gradient of {self._names[p]} was computed {passes} times before step(), but "
-                f"backward_passes_per_step is {self.backward_passes_per_step}: raise it, to accumulate gradients."
+                f"the gradient of {self._names[p]} was computed too often: raise backward_passes_per_step."
             )
 
     def _make_reducer(self, ranks: Communicator) -> GradientReducer:
@@ -79,15 +98,12 @@ class Distributed(Optimizer):
         is_sparse = torch.tensor([float(p.grad is not None and p.grad.is_sparse) for p in self._names])
         flags = ranks.all_reduce(is_sparse, "max").tolist()
         self._sparse = [p for p, flag in zip(self._names, flags, strict=True) if flag]
+        dense = [p for p, flag in zip(self._names, flags, strict=True) if not flag]
         this = weakref.proxy(self)
         reducer = GradientReducer(
-            [p for p, flag in zip(self._names, flags, strict=True) if not flag],
-            ranks.twin().collectives,
-            armed=lambda p: this._passes[p] == this.backward_passes_per_step,
-            name=f"{_VERB}.{self._name}",
-            wire_dtype=self._wire_dtype,
-            divisor=self._factor,
-        )
+            dense, ranks.twin().collectives, armed=lambda p: this._passes[p] == this.backward_passes_per_step,
+            name=self._name, wire_dtype=self._wire_dtype, divisor=self._factor,
+        )  # fmt: skip
         weakref.finalize(self, reducer.close)
         return reducer
 
@@ -106,9 +122,9 @@ class Distributed(Optimizer):
         for p in self._sparse:
             assert p.grad is not None  # but may be dense: zeros
             if self._sparse_as_dense:
-                p.grad = reduce(ranks, p.grad.to_dense(), OPS[self._op], 1.0, 1.0).to_sparse(1)
+                p.grad = reduce(ranks, p.grad.to_dense(), self._op).to_sparse(1)
             else:
-                p.grad = reduce_sparse(ranks, p.grad if p.grad.is_sparse else p.grad.to_sparse(1), OPS[self._op])
+                p.grad = reduce_sparse(ranks, p.grad if p.grad.is_sparse else p.grad.to_sparse(1), self._op)
         for p in self._names:
             if joined or not p.requires_grad:
                 p.grad = None
@@ -124,11 +140,10 @@ class Distributed(Optimizer):
         self._synchronized = True
         if any(p.requires_grad and p not in self._names for group in self.param_groups for p in group["params"]):
             raise UsageError(
-                "parameters are trained that were frozen, or not there, when DistributedOptimizer was called, so that "
-                "their gradients are not reduced: call it after that."
+                "parameters that were frozen, or not there, are not reduced: call DistributedOptimizer after that."
             )
         if self._reduces:
-            self.process_set.queue().call(_VERB, self._name, (), self.reduce_gradients)
+            self.process_set.call(_VERB, self._name, (), self.reduce_gradients)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -148,18 +163,13 @@ class Distributed(Optimizer):
         Raises:
             UsageError: the gradients of a closure would not be reduced.
         """
-        if closure is not None and not self._skips:
-            raise UsageError(
-                "step(closure) would not reduce the gradients that the closure computes: compute them before, or let "
-                "the closure call optimizer.synchronize(), within optimizer.skip_synchronize()."
-            )
         if not self._skips:
-            if self._synchronized:
-                warnings.warn(
-                    "optimizer.step() reduces the gradients that optimizer.synchronize() has reduced once more: call "
-                    "it within optimizer.skip_synchronize().",
-                    stacklevel=2,
+            if closure is not None:
+                raise UsageError(
+                    "gradients of step(closure) are not reduced: call synchronize() in it, within skip_synchronize()."
                 )
+            if self._synchronized:
+                warnings.warn("step() after synchronize() reduces again: use skip_synchronize().", stacklevel=2)
             self.synchronize()
         self._synchronized = False
         return super().step(closure)
@@ -170,8 +180,7 @@ class Distributed(Optimizer):
         """Clear the gradients. AssertionError if some were computed that no step has used."""
         if self._passes:
             raise AssertionError(
-                "optimizer.zero_grad() was called between loss.backward() and optimizer.step() or "
-                "optimizer.synchronize(), while gradients are being reduced: call it before the backward."
+                "zero_grad() was called while gradients are being reduced: call it before backward(), or after step()."
             )
         super().zero_grad(set_to_none)
 
@@ -180,72 +189,83 @@ class Distributed(Optimizer):
         self.backward_passes_per_step = passes
 
 
-def _reduce_zeros(ranks: Communicator, name: str, form: Form) -> None:
-    if name not in _of_all_ranks:
-        raise HorovodInternalError(
-            f"another rank makes a step of {name!r}, which this rank, which has joined, has no more: keep the "
-            "optimizer until hvd.join() returns."
-        )
-    _of_all_ranks[name].reduce_gradients(ranks, joined=True)
+ProcessSet.stand_ins[_VERB] = lambda ranks, name, form: _of_all_ranks[name].reduce_gradients(ranks, joined=True)
 
 
-STAND_INS[_VERB] = _reduce_zeros
+def _names(optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None) -> dict[nn.Parameter, str]:
+    """Return the names of the parameters of an optimizer that are trained. ValueError unless each has a unique one."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = {p: str(name) for name, p in (enumerate(parameters) if named is None else named)}
+    if len(set(names.values())) < len(names) or not names.keys() >= set(parameters):
+        raise ValueError("named_parameters needs a name for each parameter of the optimizer, and different ones.")
+    return {p: names[p] for p in parameters if p.requires_grad}
 
 
-def DistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: OptimizerType, named_parameters: Iterable[tuple[str, Parameter]] | None = None,
-    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
-    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> OptimizerType:  # fmt: skip
-    """Return an optimizer that reduces the gradients over the ranks before each step.
-
-    It is of a subclass of the optimizer's class, and shares its parameter groups and its state.
+def broadcast_parameters(params: dict[str, Tensor] | Iterable[Any], root_rank: int) -> None:
+    """Overwrite tensors with a rank's, in place. Collective.
 
     Args:
-        optimizer: the optimizer.
-        named_parameters: the names of all parameters, for messages: ``model.named_parameters()``.
-        compression: ``Compression.none`` or ``Compression.fp16``.
-        backward_passes_per_step: the number of backwards before each step; their gradients are added up.
-        op: Average or Sum.
-        gradient_predivide_factor: a part of the size that Average divides by before the sum, and not after it.
-        num_groups: has no effect.
-        groups: has no effect: gradients are always sent in groups, of 25 MiB.
-        sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: the ranks to reduce over.
+        params: a state dict, tensors, or pairs of a name and a tensor.
+        root_rank: the rank that has the values.
 
     Raises:
-        UsageError: ``op`` or ``compression`` is another one.
-        ValueError: another argument is wrong, or parameters have no name, or one that is not unique.
+        HorovodInternalError: the ranks have other tensors; on every rank.
     """
-    if op not in (Average, Sum) or compression not in _WIRE_DTYPES:
-        raise UsageError(
-            "DistributedOptimizer supports op Average and Sum, not Adasum: use hvd.Average; and compression none and "
-            "fp16."
-        )
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor is a part of a mean, and op is not Average: leave it at 1.")
-    names, kind = _names(optimizer, named_parameters), type(optimizer)
-    made: Any = object.__new__(type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__}))
-    # A scheduler puts another step() into the object.
-    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    made.distribute(
-        names, process_set, backward_passes_per_step, op, gradient_predivide_factor, _WIRE_DTYPES[compression],
-        sparse_as_dense,
-    )  # fmt: skip
-    return cast(OptimizerType, made)
+    items = sorted(params.items()) if isinstance(params, dict) else params
+    named = [item if isinstance(item, tuple) else (f"number {i}", item) for i, item in enumerate(items)]
+
+    def send(communicator: Communicator) -> None:
+        check_same(communicator, "broadcast_parameters", named)
+        tensors = [tensor for _, tensor in named]
+        broadcast_tensors(communicator, tensors, tensors, src=root_rank)
+
+    global_process_set.call("broadcast_parameters", None, (root_rank,), send)
 
 
-def _names(optimizer: Optimizer, named: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:
-    """Return the names of the parameters of an optimizer that are trained.
+def check_same(communicator: Communicator, caller: str, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise HorovodInternalError on all ranks unless they have tensors of the same names and forms. Collective.
 
-    ValueError if there are names, but not of all parameters, or not unique.
+    Args:
+        communicator: the communicator of this process.
+        caller: the function to name.
+        named: the tensors, with their names.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    pairs = [(f"number {i}", p) for i, p in enumerate(parameters)] if named is None else list(named)
-    names, by_name = {p: name for name, p in pairs}, dict(pairs)
-    if twice := sorted({name for name, p in pairs if by_name[name] is not p}):
-        raise ValueError(f"named_parameters has the same name for several parameters: {', '.join(twice)}.")
-    if unnamed := [tuple(p.shape) for p in parameters if p not in names]:
-        raise ValueError(f"named_parameters lacks parameters of the optimizer, of the shapes {unnamed}: name all.")
-    return {p: names[p] for p in parameters if p.requires_grad}
+    facts = {str(name): f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in named}
+    if differing := difference_between_ranks(communicator, {**facts, "order": list(facts)}):
+        raise HorovodInternalError(f"{caller}: tensor {differing[0]} is {differing[1]}: all ranks must have the same.")
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
+    """Overwrite the state and the options of an optimizer with a rank's. Collective.
+
+    An optimizer that has no state yet makes a step with gradients of zero before, as with Horovod: such gradients stay,
+    Adam has counted a step, and weight decay has changed the weights. If only other ranks than the root have none, it
+    makes no such step, and they get the root's state.
+
+    Args:
+        optimizer: the optimizer, distributed or not.
+        root_rank: the rank that has the state.
+        model: has no effect.
+    """
+
+    def send(communicator: Communicator) -> None:
+        if communicator.broadcast_data(not optimizer.state, root_rank) and not optimizer.state:
+            _step_without_gradients(optimizer)
+        # Tensors go straight into their places, in small buffers.
+        groups, state = optimizer.param_groups, optimizer.state_dict()
+        form = communicator.broadcast_object(outline(state), root_rank)
+        SentState(communicator, form, state, root_rank).load_into(optimizer)
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        optimizer.param_groups = groups  # the same dicts: the optimizer that was wrapped, and its scheduler, have them
+
+    global_process_set.call("broadcast_optimizer_state", None, (root_rank,), send)
+
+
+def _step_without_gradients(optimizer: Optimizer) -> None:
+    """Let an optimizer make its state, by a step with gradients of zero. Not collective."""
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        zeros = torch.zeros_like(p)
+        p.grad = zeros.to_sparse(1) if isinstance(optimizer, SparseAdam) else zeros
+    with getattr(optimizer, "skip_synchronize", nullcontext)():
+        optimizer.step()

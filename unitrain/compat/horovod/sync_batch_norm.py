@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unitrain.compat.horovod.collectives import Sum, allreduce
-from unitrain.compat.horovod.world import size
 from unitrain.training.models.batch_norm import GlobalBatchNorm
 
 
-class SyncBatchNorm(GlobalBatchNorm):
+class SyncBatchNorm(GlobalBatchNorm, nn.SyncBatchNorm):
     """A BatchNorm layer that normalises by the rows of all ranks, which may have different numbers. On any device."""
-
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  (torch's name)
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """Normalise ``input`` (rows, channels, ...); in eval mode, by the running statistics."""
-        if size() == 1 or not (self.training or self.running_mean is None):
+        if not self.training and self.running_mean is not None:
             return super().forward(input)
         self._check_input_dim(input)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
