@@ -195,7 +195,7 @@ def test_a_report_has_settings_and_nothing_personal(
         raise OSError("RANK is 'x-y', NCCL_DEBUG is a-token")
 
     monkeypatch.setattr(command, "PROBES", {"personal": personal, "refused": refused, "torch": PROBES["torch"]})
-    script = "import unitrain; unitrain.init(); raise ValueError(\"the token 'a-token' of jdoe is bad\")"
+    script = "import unitrain; unitrain.init(); raise ValueError(\"the key 'a-token' of jdoe is bad\")"
     assert command.doctor(as_report=True) == 0
     assert "- last error, ok: `none`" in capsys.readouterr().out
     environ = {k: v for k, v in os.environ.items() if k not in variables or k == "UNITRAIN_CACHE"}
@@ -207,7 +207,7 @@ def test_a_report_has_settings_and_nothing_personal(
         ["USER@HOST", "at", "…/train.py,", "HOST:80", *["ADDRESS"] * len(addresses), "veth-ADDRESS"]
     )
     assert shown.pop("refused, error") == "OSError: RANK is '…', NCCL_DEBUG is $NCCL_DEBUG"
-    bad = "ValueError: the token '…' of USER is bad, on rank 0 of 1, by python, 0 min ago"
+    bad = "ValueError: the key '…' of $LOGNAME is bad, on rank 0 of 1, by python, 0 min ago"
     assert shown["last error, error"] == bad
     assert torch.__version__ in shown["torch, ok"]
     changed = "precision=bf16, metrics.port=0, metrics.host=…, ddp.communication=gloo"

@@ -89,7 +89,7 @@ def test_what_is_trained_may_change_and_differ_between_ranks() -> None:
         optimizer.step()
     optimizer.zero_grad()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(UsageError, match="frozen, or not there"):
+    with pytest.raises(UsageError, match="new, or were frozen"):
         optimizer.step()
     hvd.shutdown()
 

@@ -23,41 +23,36 @@ from unitrain.errors import UsageError
 
 
 class Compressor:
-    """Changes tensors before they are reduced, and back; not at all unless a subclass overrides this."""
+    """Changes the dtype of floats before they are reduced, sums included, and back.
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor to send for one, and an argument for ``decompress``."""
-        return tensor, None
+    Args:
+        dtype: the other dtype; None to change nothing.
 
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return a result in its original form, given the argument that ``compress`` has returned."""
-        return tensor
+    Attributes:
+        dtype: as the argument.
+    """
 
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype: torch.dtype | None = dtype
 
-class FP16Compressor(Compressor):
-    """Reduces floats in 16 bits, sums included."""
+    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Return the tensor to send for one, and its dtype."""
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor, tensor.dtype
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor in float16 if it has floats, and its dtype."""
-        return tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
-        """Return the tensor in the dtype that it had."""
+    def decompress(self, tensor: Tensor, ctx: torch.dtype) -> Tensor:
+        """Return a result in the dtype that ``compress`` has returned."""
         return tensor.to(ctx)
 
 
 class Compression:
     """The compressions that there are."""
 
-    none = Compressor
-    fp16 = FP16Compressor
+    none = Compressor(None)
+    fp16 = Compressor(torch.float16)
 
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
+_ALL = global_process_set
 _NAMES = ("{}", "{}_async", "grouped_{}", "grouped_{}_async")
 _IN_PLACE = ("{}", "{}_", "{}_async", "{}_async_")
 _REDUCTIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max"}
@@ -167,9 +162,9 @@ def _op(op: int | None, average: bool | None) -> int:
 
 
 def _allreduce(
-    tensor: Any, average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
+    tensor: Any, average: bool | None = None, name: str | None = None, compression: Compressor = Compression.none,
     op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> Operation:  # fmt: skip
     """Return the mean of a tensor over the ranks, or another reduction."""
     how = _op(op, average), prescale_factor, postscale_factor
@@ -229,9 +224,7 @@ def _reduce_zeros(ranks: Communicator, name: str, form: Form) -> None:
 ProcessSet.stand_ins |= {"allreduce": _reduce_zeros, "grouped_allreduce": _reduce_zeros}
 
 
-def sparse_allreduce_async(
-    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
-) -> Callable[[], Tensor]:
+def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: ProcessSet = _ALL) -> Callable[[], Tensor]:
     """Submit a mean or sum of sparse tensors, and return a function that waits and returns it, not coalesced."""
     form = (str(tensor.dtype), list(tensor.shape), op)
     run = partial(reduce_sparse, tensor=tensor, op=op)
@@ -256,7 +249,7 @@ def _counts(ranks: Communicator, tensor: Tensor) -> list[int]:
     return counts
 
 
-def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Operation:
+def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = _ALL) -> Operation:
     """Return the rows of all ranks in one. A rank gets the mean over the ranks of its gradients."""
     counts: list[list[int]] = []  # of each tensor, for each rank
 
@@ -275,9 +268,7 @@ def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = g
 allgather, allgather_async, grouped_allgather, grouped_allgather_async = _variants(_allgather)
 
 
-def _alltoall(
-    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Operation:
+def _alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = _ALL) -> Operation:
     """Return the rows that the ranks have for this one, and how many each had. The result has both."""
     world, rows = len(process_set.ranks), tensor.shape[:1].numel()
     counts = [rows // world] * world if splits is None else [int(count) for count in splits]
@@ -304,9 +295,7 @@ def _alltoall(
 alltoall, alltoall_async, *_ = _variants(_alltoall)
 
 
-def _broadcast(
-    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Operation:
+def _broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL) -> Operation:
     """Return the tensor of a rank. That rank gets the mean over the ranks of the gradients."""
     if root_rank not in process_set.ranks:
         raise ValueError(f"broadcast got root_rank {root_rank}, but must get one of the ranks {process_set.ranks}.")
@@ -325,8 +314,8 @@ broadcast, broadcast_, broadcast_async, broadcast_async_ = _variants(_broadcast,
 
 
 def _reducescatter(
-    tensor: Any, name: str | None = None, compression: type[Compressor] = Compression.none, op: int = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensor: Any, name: str | None = None, compression: Compressor = Compression.none, op: int = Average,
+    process_set: ProcessSet = _ALL, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Operation:  # fmt: skip
     """Return this rank's rows of the mean or sum of a tensor over the ranks. The first ranks get a row more."""
     if op not in (Average, Sum):
@@ -340,8 +329,7 @@ def _reducescatter(
     def back(grads: Sequence[Tensor]) -> Any:
         return grouped_allgather([grad * factor for grad in grads], process_set=process_set)
 
-    how = op, prescale_factor, postscale_factor
-    return _submit(process_set, "reducescatter", tensor, name, run, *how, back=back)
+    return _submit(process_set, "reducescatter", tensor, name, run, op, prescale_factor, postscale_factor, back=back)
 
 
 reducescatter, reducescatter_async, grouped_reducescatter, grouped_reducescatter_async = _variants(_reducescatter)
@@ -350,9 +338,7 @@ reducescatter, reducescatter_async, grouped_reducescatter, grouped_reducescatter
 # --------------------------------------------------------------------------------------------------------- objects
 
 
-def broadcast_object(
-    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> T:
+def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = _ALL) -> T:
     """Return a rank's object. Collective.
 
     Args:

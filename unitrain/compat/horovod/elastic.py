@@ -35,7 +35,7 @@ class State:
     Args:
         bcast_object: not used; the module's ``broadcast_object`` is.
         get_rank: not used.
-        **kwargs: the objects. Of those that have ``load_state_dict``, the state is kept, and of others a copy.
+        **kwargs: the objects. Of those that have ``state_dict``, the state is kept, and of others a copy.
     """
 
     _checkpoint: Checkpoint | None = None  # while the function runs that ``run`` has wrapped
@@ -88,12 +88,12 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the objects by name, and those objects that have none."""
         objects = {name: getattr(self, name) for name in self._names}
-        return {name: value.state_dict() if _has_state(value) else value for name, value in objects.items()}
+        return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in objects.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of the objects, and set those objects that have none."""
         for name, value in state_dict.items():
-            if _has_state(getattr(self, name)):
+            if hasattr(getattr(self, name), "state_dict"):
                 getattr(self, name).load_state_dict(value)
             else:
                 setattr(self, name, value)
@@ -181,7 +181,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
                 state.on_reset()
         else:
             strategy().communicator.warn(
-                f"set {FOLDER} to a folder, and use `unitrain run --max-restarts N`, to continue from commits."
+                f"set {FOLDER}, and use unitrain run --max-restarts, to continue from commits."
             )
         state.sync()
         result = func(state, *args, **kwargs)
@@ -193,7 +193,3 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
         return result
 
     return wrapper
-
-
-def _has_state(value: object) -> bool:
-    return hasattr(value, "load_state_dict")

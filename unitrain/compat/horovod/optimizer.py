@@ -28,7 +28,6 @@ from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import GradientReducer
 
 _VERB = "DistributedOptimizer"
-_WIRE_DTYPES = {Compression.none: None, Compression.fp16: torch.float16}
 _of_all_ranks: weakref.WeakValueDictionary[str, DistributedOptimizer] = weakref.WeakValueDictionary()
 
 
@@ -56,11 +55,11 @@ class DistributedOptimizer(Optimizer):
 
     def __init__(
         self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-        compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
+        compression: Compressor = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
         gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
     ) -> None:  # fmt: skip
-        if op not in (Average, Sum) or compression not in _WIRE_DTYPES:
+        if op not in (Average, Sum) or compression not in (Compression.none, Compression.fp16):
             raise UsageError("DistributedOptimizer has no Adasum: use op=hvd.Average; and compression none or fp16.")
         if gradient_predivide_factor != 1.0 and op != Average:
             raise ValueError("gradient_predivide_factor is a part of a mean, and op is not Average: leave it at 1.")
@@ -70,7 +69,7 @@ class DistributedOptimizer(Optimizer):
         vars(self).update({name: value for name, value in vars(optimizer).items() if name != "step"})
         self.backward_passes_per_step = backward_passes_per_step
         self.process_set, self._op, self._factor = process_set, op, gradient_predivide_factor
-        self._wire_dtype, self._sparse_as_dense = _WIRE_DTYPES[compression], sparse_as_dense
+        self._wire_dtype, self._sparse_as_dense = compression.dtype, sparse_as_dense
         self._names = _names(optimizer, named_parameters)
         self._passes: Counter[nn.Parameter] = Counter()  # backwards since the last step
         self._reducer: GradientReducer | None = None
@@ -88,9 +87,7 @@ class DistributedOptimizer(Optimizer):
         """Count a gradient, before the buckets do."""
         self._passes[p] += 1
         if self._passes[p] > self.backward_passes_per_step:
-            raise AssertionError(
-                f"the gradient of {self._names[p]} was computed too often: raise backward_passes_per_step."
-            )
+            raise AssertionError(f"{self._names[p]} has too many gradients: raise backward_passes_per_step.")
 
     def _make_reducer(self, ranks: Communicator) -> GradientReducer:
         """Put the parameters into buckets, once the ranks have agreed on them. Collective."""
@@ -139,9 +136,7 @@ class DistributedOptimizer(Optimizer):
         """
         self._synchronized = True
         if any(p.requires_grad and p not in self._names for group in self.param_groups for p in group["params"]):
-            raise UsageError(
-                "parameters that were frozen, or not there, are not reduced: call DistributedOptimizer after that."
-            )
+            raise UsageError("parameters that are new, or were frozen, are not reduced: wrap the optimizer later.")
         if self._reduces:
             self.process_set.call(_VERB, self._name, (), self.reduce_gradients)
 
@@ -179,9 +174,7 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. AssertionError if some were computed that no step has used."""
         if self._passes:
-            raise AssertionError(
-                "zero_grad() was called while gradients are being reduced: call it before backward(), or after step()."
-            )
+            raise AssertionError("gradients are being reduced: call zero_grad() before backward(), or after step().")
         super().zero_grad(set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:

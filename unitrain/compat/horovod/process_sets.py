@@ -84,9 +84,7 @@ class ProcessSet:
     def communicator(self) -> Communicator:
         """The communicator of its ranks. ValueError if this is none of them, or if it is not added."""
         if self._communicator is None:
-            raise ValueError(
-                f"this is not one of the ranks {self.ranks} of a process set that was added: call hvd.init() before."
-            )
+            raise ValueError(f"this is none of the ranks {self.ranks}, or they were not added: call hvd.init() before.")
         return self._communicator
 
     def size(self) -> int | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -137,14 +138,9 @@ def stop_timeline() -> None:
     """Do nothing: there is no timeline."""
 
 
-def _answering(answer: bool) -> Callable[[], bool]:
-    """Return a function that answers whether a library is there."""
-    return lambda: answer
-
-
 # The ranks communicate through the library of the backend.
-mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answering(False)
-gloo_built = gloo_enabled = _answering(dist.is_available() and dist.is_gloo_available())
-nccl_built = _answering(dist.is_available() and dist.is_nccl_available())
-cuda_built = _answering(torch.version.cuda is not None)
-rocm_built = _answering(torch.version.hip is not None)
+mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = partial(bool, False)
+gloo_built = gloo_enabled = partial(bool, dist.is_available() and dist.is_gloo_available())
+nccl_built = partial(bool, dist.is_available() and dist.is_nccl_available())
+cuda_built = partial(bool, torch.version.cuda is not None)
+rocm_built = partial(bool, torch.version.hip is not None)
