@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from filelock import FileLock
 
-from unitrain.commands.horovod.install import cache_folder
+from unitrain.process import cache_folder
 
 FOLDER = Path(__file__).parent
 _SOURCES = sorted((FOLDER / "src").iterdir())

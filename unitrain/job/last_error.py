@@ -19,7 +19,7 @@ def keep(text: str) -> None:
 
 
 def kept() -> str:
-    """Return the error that was kept last, and how long ago; "" if there is none."""
+    """Return the error that was kept last, and how long ago; "" without one."""
     path = _path()
     if not path.exists():
         return ""

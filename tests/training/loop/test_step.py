@@ -52,7 +52,7 @@ ON_DEVICE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])]
 
 def on_device(device: str, make: Callable[..., Optimizer], **settings: Any) -> tuple[Strategy, nn.Module, Optimizer]:
     strategy = unitrain.init(backend="single", precision="fp64", device=device, **settings)
-    strategy._step._autograd._on_host = False  # type: ignore[attr-defined]  # as on a GPU
+    strategy._step._autograd._on_host = False  # as on a GPU
     strategy._step.guard._may_flag = True
     model = model_of()
     prepared, optimizer = strategy.prepare(model, make(model.parameters(), lr=0.1, weight_decay=0.01, fused=True))

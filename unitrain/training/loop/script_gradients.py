@@ -51,7 +51,7 @@ class ScriptGradients:
             )
             compare_tensors(ranks, named, "the ranks' gradients differ", advice)
         self._sockets.batches.train_on_all()
-        window.last = True
+        window.leave(last=True)
 
 
 def check_settings(config: StrategyConfig, call: str) -> None:

@@ -114,9 +114,7 @@ class TrainingStep:
         if self.averaging.in_step:
             self.averaging.end(windows, last)
         for window in windows:
-            window.last = last
-            if not last:
-                window.remember_gradients()
+            window.leave(last)
 
     def _update(self, window: Window, optimizer: Optimizer, scheduler: Any) -> StepResult:
         """Run the second half, which makes a step at the end of an accumulation window."""
@@ -143,14 +141,7 @@ class TrainingStep:
             self._follow(window)
         if stepped and scheduler is not None:
             self.step_scheduler(scheduler)
-        if not self.replicas.differ or self.replicas.end_step():  # the ranks have one model
-            if self.window_end_actions:
-                self._end_windows()
-            # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
-            if self.batches.micro_batch is None and (self.windows.count == 1 or not self.windows.any_open):
-                for reached in self.hooks.at_boundary:
-                    reached()
-                self._stopping.pass_boundary()  # boundary: raises if the run is to be stopped
+        self._end_step()  # boundary
         return _PLAIN_STEP if stepped and norm is None else StepResult(stepped, norm, not stepped)
 
     # --------------------------------------------------------------------------------------------------- its callers
@@ -248,12 +239,19 @@ class TrainingStep:
             self.checks.schedulers.look(scheduler)
         scheduler.step()
 
-    def _end_windows(self) -> None:
-        """Run the actions that wait for the end of all windows, if all have ended."""
-        if not self.windows.any_open:
+    def _end_step(self) -> None:
+        """If the ranks have one model, run the actions that wait for the end of all windows, and pass the boundary."""
+        if self.replicas.differ and not self.replicas.end_step():
+            return
+        if self.window_end_actions and not self.windows.any_open:
             actions, self.window_end_actions = self.window_end_actions, []
             for action in actions:
                 action()
+        # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
+        if self.batches.micro_batch is None and (self.windows.count == 1 or not self.windows.any_open):
+            for reached in self.hooks.at_boundary:
+                reached()
+            self._stopping.pass_boundary()  # raises if the run is to be stopped
 
     # ------------------------------------------------------------------------------------------- what others ask for
 
@@ -293,8 +291,8 @@ class TrainingStep:
 
     def end_epoch(self) -> None:
         """Give all ranks one model. Collective."""
-        if self.replicas.end_epoch() and self.window_end_actions:
-            self._end_windows()
+        if self.replicas.end_epoch():
+            self._end_step()
 
     def end(self) -> None:
         """Tell the hooks that the run ends, and warn if the script has left out a batch."""

@@ -38,7 +38,7 @@ class Shared:
 class Window:
     """The accumulation window of one optimizer: its parameters, and the micro-batches since its last step.
 
-    Only its methods write to it, and to ``last`` those who run backwards.
+    Only its methods write to it.
 
     Attributes:
         reference: to the optimizer, which is freed when the script drops it.
@@ -124,6 +124,12 @@ class Window:
         self.micro_batch = micro_batch
         if weight is not None and self.last is None:
             self.total.add(weight, last=last)
+
+    def leave(self, last: bool) -> None:
+        """Record that the backward has ended."""
+        self.last = last
+        if not last:
+            self.remember_gradients()
 
     def advance(self) -> None:
         """Complete a micro-batch that does not end the window."""
