@@ -1,6 +1,6 @@
 """The collectives, with Horovod's names, arguments, defaults and gradients, on the three of a backend.
 
-A verb is a function that submits it, with the tensor as its result where it can be. ``_variants`` makes Horovod's
+A verb is a function that submits it, with the tensor as its result where it can be. ``_variant`` makes Horovod's
 functions of it. Allgather and alltoall gather what all ranks send, padded to the longest. Reducescatter reduces all
 rows and keeps its own. A product gathers, and multiplies. So they move more bytes than a library's own would.
 """
@@ -8,7 +8,7 @@ rows and keeps its own. A product gathers, and multiplies. So they move more byt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -47,14 +47,18 @@ class Compressor:
 class Compression:
     """The compressions that there are."""
 
-    none = Compressor(None)
-    fp16 = Compressor(torch.float16)
+    none: Compressor = Compressor(None)
+    fp16: Compressor = Compressor(torch.float16)
 
 
-Average, Sum, Adasum, Min, Max, Product = range(6)
+Average: int = 0
+Sum: int = 1
+Adasum: int = 2
+Min: int = 3
+Max: int = 4
+Product: int = 5
 _ALL = global_process_set
-_NAMES = ("{}", "{}_async", "grouped_{}", "grouped_{}_async")
-_IN_PLACE = ("{}", "{}_", "{}_async", "{}_async_")
+Variant = Callable[..., Any]
 _REDUCTIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max"}
 
 
@@ -111,19 +115,15 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *ctx.back([grad.contiguous() for grad in grads])
 
 
-def _variants(submit: Callable[..., Operation], *names: str) -> Iterator[Any]:
-    """Return the functions of a verb, in the order of their names.
+def _variant(submit: Callable[..., Operation], name: str) -> Variant:
+    """Return a function of a verb.
 
     Args:
         submit: submits the verb for a tensor, or for several, which it may overwrite.
-        *names: with ``grouped_``, a function takes several tensors; with ``async``, it returns a handle; with ``_`` at
-            the end, it overwrites the tensor. Without the last two, it is differentiable, and has the argument
-            ``compression``, if ``submit`` has it.
+        name: of the function, with {} for the verb. With ``grouped_``, it takes several tensors; with ``async``, it
+            returns a handle; with ``_`` at the end, it overwrites the tensor. Without the last two, it is
+            differentiable, and has the argument ``compression``, if ``submit`` has it.
     """
-    return (_variant(submit, name) for name in names or _NAMES)
-
-
-def _variant(submit: Callable[..., Operation], name: str) -> Callable[..., Any]:
     several, waits, in_place = name.startswith("grouped"), "async" not in name, name.endswith("_")
     label, differentiable = "tensors" if several else "tensor", waits and not in_place
     first, *others = inspect.signature(submit).parameters.values()
@@ -175,10 +175,14 @@ def _allreduce(
     return _submit(process_set, "allreduce", tensor, name, reduce, *how, back=back)
 
 
-(
-    allreduce, allreduce_, allreduce_async, allreduce_async_,
-    grouped_allreduce, grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_,
-) = _variants(_allreduce, *_IN_PLACE, *map("grouped_{}".format, _IN_PLACE))  # fmt: skip
+allreduce: Variant = _variant(_allreduce, "{}")
+allreduce_: Variant = _variant(_allreduce, "{}_")
+allreduce_async: Variant = _variant(_allreduce, "{}_async")
+allreduce_async_: Variant = _variant(_allreduce, "{}_async_")
+grouped_allreduce: Variant = _variant(_allreduce, "grouped_{}")
+grouped_allreduce_: Variant = _variant(_allreduce, "grouped_{}_")
+grouped_allreduce_async: Variant = _variant(_allreduce, "grouped_{}_async")
+grouped_allreduce_async_: Variant = _variant(_allreduce, "grouped_{}_async_")
 
 
 def reduce(ranks: Communicator, tensor: Tensor, op: int, prescale: float = 1.0, postscale: float = 1.0) -> Tensor:
@@ -265,7 +269,10 @@ def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = _
     return _submit(process_set, "allgather", tensor, name, run, back=back)
 
 
-allgather, allgather_async, grouped_allgather, grouped_allgather_async = _variants(_allgather)
+allgather: Variant = _variant(_allgather, "{}")
+allgather_async: Variant = _variant(_allgather, "{}_async")
+grouped_allgather: Variant = _variant(_allgather, "grouped_{}")
+grouped_allgather_async: Variant = _variant(_allgather, "grouped_{}_async")
 
 
 def _alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = _ALL) -> Operation:
@@ -292,7 +299,8 @@ def _alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_
     return _submit(process_set, "alltoall", tensor, name, run, back=back)
 
 
-alltoall, alltoall_async, *_ = _variants(_alltoall)
+alltoall: Variant = _variant(_alltoall, "{}")
+alltoall_async: Variant = _variant(_alltoall, "{}_async")
 
 
 def _broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL) -> Operation:
@@ -310,7 +318,10 @@ def _broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set
     return _submit(process_set, "broadcast", tensor, name, run, process_set.ranks.index(root_rank), back=back)
 
 
-broadcast, broadcast_, broadcast_async, broadcast_async_ = _variants(_broadcast, *_IN_PLACE)
+broadcast: Variant = _variant(_broadcast, "{}")
+broadcast_: Variant = _variant(_broadcast, "{}_")
+broadcast_async: Variant = _variant(_broadcast, "{}_async")
+broadcast_async_: Variant = _variant(_broadcast, "{}_async_")
 
 
 def _reducescatter(
@@ -332,7 +343,10 @@ def _reducescatter(
     return _submit(process_set, "reducescatter", tensor, name, run, op, prescale_factor, postscale_factor, back=back)
 
 
-reducescatter, reducescatter_async, grouped_reducescatter, grouped_reducescatter_async = _variants(_reducescatter)
+reducescatter: Variant = _variant(_reducescatter, "{}")
+reducescatter_async: Variant = _variant(_reducescatter, "{}_async")
+grouped_reducescatter: Variant = _variant(_reducescatter, "grouped_{}")
+grouped_reducescatter_async: Variant = _variant(_reducescatter, "grouped_{}_async")
 
 
 # --------------------------------------------------------------------------------------------------------- objects

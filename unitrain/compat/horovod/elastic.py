@@ -129,8 +129,14 @@ class ElasticSampler(Sampler[int]):
         remaining_indices: the samples that were not processed when the epoch began, or continued.
     """
 
+    epoch: int
+    processed_num: int
+    remaining_indices: list[int]
+
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.dataset: Sized = dataset
+        self.shuffle: bool = shuffle
+        self.seed: int = seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:

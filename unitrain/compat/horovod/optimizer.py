@@ -67,8 +67,9 @@ class DistributedOptimizer(Optimizer):
         self.__class__ = type(kind.__name__, (DistributedOptimizer, kind), {"__module__": kind.__module__})
         # A scheduler puts another step() into the object.
         vars(self).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-        self.backward_passes_per_step = backward_passes_per_step
-        self.process_set, self._op, self._factor = process_set, op, gradient_predivide_factor
+        self.backward_passes_per_step: int = backward_passes_per_step
+        self.process_set: ProcessSet = process_set
+        self._op, self._factor = op, gradient_predivide_factor
         self._wire_dtype, self._sparse_as_dense = compression.dtype, sparse_as_dense
         self._names = _names(optimizer, named_parameters)
         self._passes: Counter[nn.Parameter] = Counter()  # backwards since the last step

@@ -45,7 +45,9 @@ class Operation(Future[Any]):
 
     def __init__(self, process_set: ProcessSet, form: Form, run: Callable[[Communicator], Any]) -> None:
         super().__init__()
-        self.process_set, self.form, self.run = process_set, form, run
+        self.process_set: ProcessSet = process_set
+        self.form: Form = form
+        self.run: Callable[[Communicator], Any] = run
 
 
 class ProcessSet:

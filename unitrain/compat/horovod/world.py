@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from unitrain.errors import ConfigError, UsageError
 from unitrain.settings import resolve_strategy
 from unitrain.strategy import Strategy
 
+Answer = Callable[[], bool]
 _strategy: Strategy | None = None
 _places: list[tuple[int, int]] = []  # of each rank: local rank and local world size
 
@@ -139,8 +140,13 @@ def stop_timeline() -> None:
 
 
 # The ranks communicate through the library of the backend.
-mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = partial(bool, False)
-gloo_built = gloo_enabled = partial(bool, dist.is_available() and dist.is_gloo_available())
-nccl_built = partial(bool, dist.is_available() and dist.is_nccl_available())
-cuda_built = partial(bool, torch.version.cuda is not None)
-rocm_built = partial(bool, torch.version.hip is not None)
+mpi_built: Answer = partial(bool, False)
+mpi_enabled: Answer = mpi_built
+mpi_threads_supported: Answer = mpi_built
+ddl_built: Answer = mpi_built
+ccl_built: Answer = mpi_built
+gloo_built: Answer = partial(bool, dist.is_available() and dist.is_gloo_available())
+gloo_enabled: Answer = gloo_built
+nccl_built: Answer = partial(bool, dist.is_available() and dist.is_nccl_available())
+cuda_built: Answer = partial(bool, torch.version.cuda is not None)
+rocm_built: Answer = partial(bool, torch.version.hip is not None)
