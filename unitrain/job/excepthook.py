@@ -95,7 +95,6 @@ class FailureHook:
             if on_all_ranks:
                 exit_now(code)
             end_for_others(f"unitrain: {watch}: stopped because {verdict.text}", code)
-        last_error.keep(f"{summary(error)}, on rank {launch.rank} of {launch.world_size}, by {launch.launcher}")
         if isinstance(error, UnitrainError):
             # The traceback of a UniTrain error would show the library. Its message and the line of the script are
             # enough.
@@ -106,6 +105,8 @@ class FailureHook:
                 self._previous(kind, error, trace)
             except Exception:  # a hook of the script's that fails must not keep this process from ending
                 sys.__excepthook__(kind, error, trace)
+        # Once it is printed: a home on another host may keep the write waiting.
+        last_error.keep(f"{summary(error)}, on rank {launch.rank} of {launch.world_size}, by {launch.launcher}")
         if launch.world_size > 1 and job is not None and not on_all_ranks:
             reason = "" if isinstance(error, UnitrainError) else f": {summary(error)}"
             who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()})"
