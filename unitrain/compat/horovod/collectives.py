@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class Compressor:
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
         """Return the tensor to send for one, and its dtype."""
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor, tensor.dtype
+        return tensor.to(self.dtype) if self.dtype and tensor.is_floating_point() else tensor, tensor.dtype
 
     def decompress(self, tensor: Tensor, ctx: torch.dtype) -> Tensor:
         """Return a result in the dtype that ``compress`` has returned."""
@@ -139,8 +138,8 @@ def _variant(submit: Callable[..., Operation], name: str) -> Variant:
         compression = options.get("compression", Compression.none)
         parts, contexts = zip(*map(compression.compress, given if several else [given]), strict=True)
         results = _Differentiable.apply(partial(submit, **options), not several, *parts)
-        whole = tuple(compression.decompress(*pair) for pair in zip_longest(results, contexts))
         # Of alltoall, the second result is the numbers of rows.
+        whole = (*map(compression.decompress, results, contexts), *results[len(contexts) :])
         return whole if several or options.get("splits") is not None else whole[0]
 
     variant.__name__ = name.format(submit.__name__[1:])

@@ -106,8 +106,8 @@ class ProcessSet:
         return f"noname.{next(self._unnamed[verb])}"
 
     def submit(self, verb: str, name: str | None, form: Form, run: Callable[[Communicator], Any]) -> Operation:
-        """Submit an operation. ValueError if another one of its verb and name is pending."""
-        assert self.communicator  # or this is none of its ranks
+        """Submit an operation. ValueError on other ranks, or if another one of its verb and name is pending."""
+        _ = self.communicator  # ValueError if this is none of its ranks
         name = f"{verb}.{self.next_name(verb) if name is None else name}"
         if name in self._pending:
             raise ValueError(f"an operation named {name!r} is pending: synchronize it before, or use another name.")
