@@ -13,7 +13,7 @@ from page_blocks import PAGES
 from places import ROOT
 
 CODE = [path for folder in ("unitrain", "backends") for path in sorted((ROOT / folder).rglob("*.py"))]
-README_WORDS, DOCS_WORDS = 700, 45_384
+README_WORDS, DOCS_WORDS = 700, 45_366
 # For each phrase, how often the pages have it, and how often the code.
 MOST = {
     "that of": (0, 27),

@@ -23,7 +23,8 @@ def names_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> list[str
 
     They are those in their model, if it is one model, and numbers if no module has one of them.
     """
-    # Sorted, so that a parameter of two modules has the same name however a script orders them.
+    # Sorted, so that a parameter of two modules has the same name however a script orders them. By id, since Python
+    # code computes the hash of a tensor.
     owned = {id(p): (name, key) for name in sorted(modules) for key, p in modules[name].named_parameters()}
     parameters = [id(parameter) for group in optimizer.param_groups for parameter in group[PARAMS]]
     if not owned.keys() >= set(parameters):

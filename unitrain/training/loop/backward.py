@@ -81,7 +81,7 @@ class Backward:
             else:
                 weight = micro_batch.count * weights.of_sample / micro_batch.window
             if losses.weights or weight != 1.0 or self._scale.scaler is not None:
-                start = self._scale.start(loss, weight)  # otherwise autograd starts from 1, without a tensor
+                start = self._scale.start(loss, weight)  # otherwise autograd itself starts from 1
             if self._on_host and not losses.weights and weight and math.isfinite(loss.item()):
                 backward(loss, start, inputs=inputs)  # the usual case, without a call
             else:
