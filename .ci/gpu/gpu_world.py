@@ -27,7 +27,7 @@ class OnGPU(World):
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """Run ``fn(*args)`` on each rank."""
-        return super().run(_share_gpu, fn, args, timeout=timeout)
+        return super().run(shared_gpu, fn, args, timeout=timeout)
 
 
 def world_of(backend: str, ranks: int) -> OnGPU:
@@ -36,7 +36,7 @@ def world_of(backend: str, ranks: int) -> OnGPU:
     return OnGPU(backend, ranks, "python" if ranks == 1 else launchers.get(backend, "spawn"))
 
 
-def _share_gpu(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def shared_gpu(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call a function on a rank that NCCL takes though another one uses the GPU."""
     rank = os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or "0"
     os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_HOSTID=f"host{rank}")

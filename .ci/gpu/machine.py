@@ -15,7 +15,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 WHEELS = HERE / "wheels"
-BENCHMARKS = ROOT / "benchmarks"
+# benchmarks/ has models that the probes train; the others have cases that run on the GPU, too.
+IMPORTED = os.pathsep.join(str(ROOT / folder) for folder in ("benchmarks", "tests/compat", "tests/features"))
 HOROVOD = "horovod==0.28.1"
 HOROVOD_BUILD = ("-m", "unitrain.commands.cli", "install-horovod", "--gpu", "nccl", "--without-mpi")
 # Of an interpreter that has what the tests need. torch's plug-ins are found by PYTHONPATH.
@@ -45,7 +46,7 @@ def set_up(dry_run: bool) -> Machine:
     """Install UniTrain, and what else is missing, beside what the machine has. Nothing is installed for a dry run."""
     common = {
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": str(BENCHMARKS),  # whose models the probes train
+        "PYTHONPATH": IMPORTED,
         # Nothing leaves the machine, whose name may not resolve.
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -58,7 +59,7 @@ def set_up(dry_run: bool) -> Machine:
         paths = [str(ROOT / "tests" / folder) for folder in ("simulated_device", "support", "support/forking")]
         done = subprocess.run([sys.executable, "-c", _SIMULATED, *paths], stdout=subprocess.PIPE, check=True)
         simulated = json.loads(done.stdout)
-        simulated["PYTHONPATH"] += f"{os.pathsep}{BENCHMARKS}"
+        simulated["PYTHONPATH"] += f"{os.pathsep}{IMPORTED}"
         return Machine(sys.executable, {**os.environ, **common, **simulated}, "sim", True)
     if shutil.which("nvidia-smi") is None:
         sys.exit("There is no nvidia-smi, thus no NVIDIA GPU: --dry-run runs the steps without one.")

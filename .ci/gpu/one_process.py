@@ -34,7 +34,7 @@ def main() -> None:
     behaviour = [LIMIT_OF_A_TEST, "-k", "not cost", "-s", PROBES]
     only = [] if machine.dry_run else ["-n", "5", "--max-worker-restart", "8"]
     script.run(
-        Step("tests marked gpu", 200, machine.pytest("-m", "gpu", "-v", "--timeout=150", *only, *marked), shown=30),
+        Step("tests marked gpu", 280, machine.pytest("-m", "gpu", "-v", "--timeout=270", *only, *marked), shown=30),
         Step("probes", 120, machine.pytest(*behaviour), shown=30),
     )
     of_contract = ["-k", "reductions or trains_as_one_device[plain]"] if machine.dry_run else []

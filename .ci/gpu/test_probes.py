@@ -221,3 +221,44 @@ def test_cost_of_copies_beside_computation() -> None:
                 torch.cuda.synchronize()
                 took[name] = round(time.perf_counter() - start, 3)
     print("\nseconds of an epoch:", took)
+
+
+@ON_GPU
+def test_cost_of_a_save_beside_training(tmp_path: Path) -> None:
+    """A save holds the host while it starts copies, and the GPU goes on; then it is written in the background."""
+    from gpu import Training
+
+    took: dict[str, list[float]] = {"plain": [], "with a save": [], "save()": [], "copy to warm, pinned buffers": []}
+    with opened(precision="bf16") as strategy:
+        training = Training("resnet50", 64, strategy.device, False, False)
+        model, optimizer = strategy.prepare(*training.make())
+        checkpoint = strategy.checkpoint(tmp_path, model=model, optimizer=optimizer)
+
+        def step() -> None:
+            with strategy.autocast():
+                loss = training.loss(model(training.images))
+            strategy.step(loss, optimizer)
+
+        for _ in range(5):
+            step()
+        tensors = [*model.state_dict().values(), *(v for one in optimizer.state.values() for v in one.values())]
+        pairs = [(torch.empty_like(t, device="cpu", pin_memory=True), t) for t in tensors if isinstance(t, Tensor)]
+        for way in ("plain", "with a save") * 4:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for i in range(20):
+                step()
+                if i == 9 and way != "plain":
+                    began = time.perf_counter()
+                    checkpoint.save()
+                    took["save()"].append(time.perf_counter() - began)
+            torch.cuda.synchronize()
+            took[way].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            for buffer, tensor in pairs:
+                buffer.copy_(tensor, non_blocking=True)
+            torch.cuda.synchronize()
+            took["copy to warm, pinned buffers"].append(time.perf_counter() - start)
+            checkpoint.wait()
+    size = sum(buffer.nbytes for buffer, _ in pairs) / 1e6
+    print(f"\nms, 20 steps, {size:.0f} MB:", {name: [round(1e3 * s, 1) for s in all_] for name, all_ in took.items()})

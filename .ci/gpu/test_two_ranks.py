@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
+import test_ranks_per_batch as parts
 import torch
-from gpu_world import DEVICE, OnGPU, world_of
+from gpu_world import DEVICE, OnGPU, shared_gpu, world_of
 from test_device_faults import train
 from test_missing_waits import seconds_in_barrier
 from torch import Tensor, nn
@@ -135,3 +136,10 @@ def costs(world: OnGPU) -> dict[str, float]:
 
 def test_cost_of_synchronised_batch_norm() -> None:
     print("\nms of a layer:", WORLD.run(costs, WORLD)[0])
+
+
+@pytest.mark.parametrize("data", [(4, 11, "group"), (5, 6, "batch")], ids=["equal parts", "unequal parts"])
+def test_parts_of_samples_train_what_whole_samples_do(data: tuple[int, int, str]) -> None:
+    settings = {"backend": WORLD.backend, "device": DEVICE, "ranks_per_batch": 2, "sync_batchnorm": True}
+    results = run_ranks(shared_gpu, parts.train, (*data, settings))
+    parts.assert_same(results, parts.by_hand(*data), parts.EPOCHS * parts.SAMPLES)

@@ -369,8 +369,8 @@ def test_a_signal_waits_for_the_end_of_a_round_and_says_when_it_began(capfd: pyt
     alone.stopping.checkpoint = alone
     alone.round()
     with pytest.raises(Stopped) as stopped:
-        alone.round(SIGNAL, "feature")
-    assert (stopped.value.code, alone.calls) == (143, ["end", signal.SIGTERM, "end", "save"])
+        alone.round(SIGNAL)
+    assert (stopped.value.code, alone.calls) == (143, ["end", "end", "save"])
     alone.stopping.round_began = time.monotonic() - 7  # as a thread sees it that receives the signal
     alone.stopping._receive(signal.SIGTERM)
     assert capfd.readouterr().out.splitlines() == [
@@ -378,6 +378,12 @@ def test_a_signal_waits_for_the_end_of_a_round_and_says_when_it_began(capfd: pyt
         "unitrain: SIGTERM waits for the end of a round, which is saved whole or not at all. It began 7 s ago. A "
         "second signal ends the run at once, and the round is repeated when it is resumed.",
     ]
+
+
+def test_what_a_feature_requests_waits_for_the_end_of_a_round() -> None:
+    alone = Alone()
+    alone.round("feature")
+    assert alone.calls == ["end", signal.SIGTERM]
 
 
 def test_a_signal_within_a_round_that_saves_leaves_one_checkpoint(tmp_path: Path) -> None:

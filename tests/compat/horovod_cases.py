@@ -1,7 +1,7 @@
 """The cases of Horovod's parallel PyTorch tests, written for any module with Horovod's API.
 
 A case has the name of Horovod's test, without ``test_`` and ``horovod_``. It gets the module, and returns values that
-are compared with those of the real one: tensors, numbers, kinds of errors. Those that need a GPU are not here.
+are compared with those of the real one: tensors, numbers, kinds of errors. ``.ci/gpu`` runs them on a GPU.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def train(
     length: int, batch: int, norm: str, settings: dict[str, Any], folder: Path | None = None, stop: int = -1
 ) -> dict[str, Any]:
     """Train on parts of samples; with ``stop``, up to a checkpoint after so many steps, from which others continue."""
-    with unitrain.init(precision="fp64", clip_norm=CLIP, device="cpu", **settings) as strategy:
+    with unitrain.init(**{"precision": "fp64", "clip_norm": CLIP, "device": "cpu", **settings}) as strategy:
         group, model = strategy.batch_group, model_of(norm)
         model, optimizer = strategy.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         average, throughput = strategy.add(EMA(model, decay=DECAY)), strategy.add(Throughput())
@@ -108,13 +108,14 @@ def train(
                 if strategy.global_step == stop:
                     checkpoint.save()
                     return {}
-        seconds, rate = torch.tensor(throughput._seconds), throughput.read()["samples_per_second"]
+        seconds = torch.tensor(throughput._seconds, device=strategy.device)
+        rate = throughput.read()["samples_per_second"]
         parts = []
         with strategy.evaluation(model):
             val = strategy.dataloader(data, global_batch_size=batch)
             for x, _ in val:
                 whole = group.gather(model(group.part(x, 1), group, length), 1, length)
-                parts.append(strategy.gather(whole, in_order=val))
+                parts.append(strategy.gather(whole, in_order=val).cpu())
         return {
             "weights": flat(strategy.export(model).state_dict()),
             "average": flat(strategy.export(average).state_dict()),

@@ -15,7 +15,6 @@ import pytest
 import torch
 from on_device import NEEDS_COMPILER, run
 from test_contract_on_device import OnDevice
-from torch import Tensor
 
 from unitrain.checkpoint import writer
 from unitrain.communication.backend import load_backend
@@ -77,16 +76,22 @@ def test_the_guard() -> None:
     assert run(guarded, "copied.synchronize()") != [[True, False, True]]
 
 
-def copied(*missing: str) -> float:
+def copied(*missing: str) -> list[float]:
+    """Copy weights that are changed at once, in one go and beside what comes then, and return what was copied."""
     for line in missing:
-        without(writer, "snapshot", line)
-    total: Tensor = writer.snapshot({"weights": torch.ones(1000, device="sim") * 3})["weights"].mean()
-    return float(total)
+        without(writer, "_wait_for", line)
+    weights = torch.ones(1000, device="sim") * 3
+    found, copies = [writer.snapshot({"weights": weights})], list[Any]()
+    later: Any = writer.snapshot({"weights": weights}, copies=copies)
+    weights.zero_()
+    writer._write_after(copies, found.append, later)
+    return [float(each["weights"].mean()) for each in found]
 
 
 def test_a_snapshot() -> None:
-    assert run(copied) == [3.0]
-    assert math.isnan(run(copied, "streams_of(device).current_stream(device).synchronize()")[0])
+    assert run(copied) == [[3.0, 3.0]]
+    [wrong] = run(copied, "event.synchronize()")
+    assert any(map(math.isnan, wrong))
 
 
 def counted(*missing: str) -> list[int]:

@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
@@ -50,11 +50,12 @@ class Background:
     def run(self, portion: Portion, write: Callable[[Portion], None]) -> Future[None]:
         """Start to write a snapshot of a portion, once the previous one is written. The portion is emptied."""
         self.wait()  # its memory takes the new one
-        copied = portion.copied(lambda state: snapshot(state, self._memory, self._thread))
+        copies: list[Any] = []
+        copied = portion.copied(lambda state: snapshot(state, self._memory, self._thread, copies))
         # Tensors that are freed let other threads run: after submit, this one would wait until the new one has begun.
         portion.parts.clear()
         portion.shards.values.clear()
-        self.under_way = writing = self._thread.submit(write, copied)
+        self.under_way = writing = self._thread.submit(_write_after, copies, write, copied)
         _writing.add(writing)
         writing.add_done_callback(_writing.discard)
         return writing
@@ -183,16 +184,20 @@ class Writer:
 # -------------------------------------------------------------------------------------------------------- host memory
 
 
-def snapshot(state: Any, memory: Memory | None = None, thread: Executor | None = None) -> Any:
+def snapshot(
+    state: Any, memory: Memory | None = None, thread: Executor | None = None, copies: list[Any] | None = None
+) -> Any:
     """Return a copy of nested state in host memory. Tensors that share their elements are one.
 
-    Tensors on a GPU are copied asynchronously into pinned memory, and synchronised once at the end.
+    Tensors on a GPU are copied asynchronously into pinned memory, each by the current stream of its device: what the
+    script starts there later, such as the next step, comes after.
 
     Args:
         state: the nested state.
         memory: of an earlier snapshot, which becomes invalid. It is replaced by that of this one, which uses it again
             where the form is the same, as most of the cost is that of new memory.
         thread: copies a part of the state, if torch computes in a single thread, as under torchrun.
+        copies: gets the events that the copies of GPU tensors end with; None to wait for them here.
     """
     memory = [] if memory is None else memory
     free, gpus = iter(memory.copy()), set[torch.device]()
@@ -226,9 +231,23 @@ def snapshot(state: Any, memory: Memory | None = None, thread: Executor | None =
         else:  # not every device can
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=bool(gpus))
-    for device in gpus:
-        streams_of(device).current_stream(device).synchronize()
+    events = [streams_of(device).current_stream(device).record_event() for device in gpus]
+    if copies is None:
+        _wait_for(events)
+    else:
+        copies += events
     return result
+
+
+def _wait_for(events: Iterable[Any]) -> None:
+    for event in events:
+        event.synchronize()
+
+
+def _write_after(copies: Iterable[Any], write: Callable[[Portion], None], portion: Portion) -> None:
+    """Write a portion once its copies are complete, for which the script does not wait."""
+    _wait_for(copies)
+    write(portion)
 
 
 @torch.no_grad()  # which is a thread's own

@@ -18,7 +18,7 @@ import unitrain
 from unitrain.errors import UsageError
 
 SCRIPT = """
-import os, sys, time, unitrain
+import os, sys, time, torch, unitrain
 from unitrain import spawn
 
 def main(folder, what):
@@ -27,6 +27,11 @@ def main(folder, what):
         raise ValueError("on purpose")
     if what == "mistake":
         unitrain.init().all_reduce([rank])
+    if what == "hang":
+        strategy = unitrain.init(backend="ddp", device="cpu", timeout_s=1)
+        if rank == "1":
+            time.sleep(600)
+        torch.distributed.barrier()  # whose error names no rank
     if what == "wait":
         open(f"{folder}/{os.getpid()}", "w").close()
         time.sleep(600)
@@ -51,6 +56,14 @@ def test_spawn_tells_of_a_mistake_without_frames_of_the_library(script: list[str
     assert told[0] == "unitrain: error: all_reduce takes a tensor, not list: wrap it in torch.tensor(...)."
     assert re.fullmatch(r"  at \S+script\.py:10: unitrain\.init\(\)\.all_reduce\(\[rank\]\) \(rank \d\)", told[1])
     assert len(told) == 2
+
+
+def test_the_rank_that_others_wait_for_is_named_before_all_end(script: list[str]) -> None:
+    run = subprocess.run([*script, "hang"], timeout=60, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert re.search(r"stopped because rank 1 on \S+ \(pid \d+\) did not reach the call that rank 0", run.stderr), (
+        run.stderr
+    )
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])

@@ -61,7 +61,7 @@ def collated_rows(dataset: Any, samples: list[int]) -> list[Tensor] | None:
     if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)) or min(samples) < 0:
         return None
     index = torch.tensor(samples)
-    return [tensor.index_select(0, index) for tensor in dataset.tensors]
+    return [tensor.index_select(0, index.to(tensor.device)) for tensor in dataset.tensors]
 
 
 def _is_plain(tensor: Tensor) -> bool:

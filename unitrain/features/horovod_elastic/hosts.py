@@ -32,7 +32,7 @@ class ChangedHosts(Feature):
             return
         self._stopping = stopping = sockets.stopping
         self._communicator = sockets.communicator
-        stopping.add_action(_REQUEST, lambda _: self._stop(), ends=True)
+        stopping.add_action(_REQUEST, lambda _: self._stop())
         sockets.backend.watch_hosts(lambda: stopping.request(_REQUEST))
         atexit.register(self._start_again)  # after the strategy was closed, which is registered later
         super().plug_in(sockets)

@@ -22,6 +22,7 @@ import torch
 
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
 from unitrain.job import excepthook
+from unitrain.job.job import CAUSE_S, current
 from unitrain.launch.network.tcp_store import open_on_loopback
 from unitrain.launch.variables import OVERRIDE
 from unitrain.process import end_with_parent, exit_now
@@ -29,6 +30,7 @@ from unitrain.process import end_with_parent, exit_now
 # How long the others get after a rank has called sys.exit (unitrain.Stopped, say): they usually do the same.
 _LEAVE_S = 10.0
 # How long to wait for further reports after the first failure: a rank's death may be noticed after its consequences.
+# An error of a communication library says that another rank is to blame, and the hub says which one in CAUSE_S.
 _SETTLE_S = 0.5
 # Between SIGTERM and SIGKILL. A rank that waits inside a collective does not run its signal handlers.
 _TERMINATE_S = 2.0
@@ -132,6 +134,8 @@ class _Report:
     """The line of user code that led to the error."""
     at: float = 0.0
     """When it failed, by the monotonic clock, which the processes of a host share."""
+    settle_s: float = _SETTLE_S
+    """How long to wait for other reports."""
 
 
 def run_processes(
@@ -202,7 +206,7 @@ def collect(processes: list[BaseProcess], receivers: list[Connection], deadline:
         if all(report.error is None for report in reports.values()):
             _check_deadline(deadline, [rank for rank in waiting if rank not in reports])
         elif settled_at == math.inf:
-            settled_at = time.monotonic() + _SETTLE_S
+            settled_at = time.monotonic() + max(report.settle_s for report in reports.values())
     failed = [rank for rank, report in reports.items() if report.error is not None]
     if failed:
         first = min(failed, key=lambda rank: reports[rank].at)
@@ -299,7 +303,9 @@ def run_rank(sender: Connection, environ: dict[str, str], fn: Callable[..., obje
     except BaseException as error:
         # Reported before the watch ends this process; the error itself is sent, so that the parent can raise it.
         at, place = time.monotonic(), excepthook.place(error.__traceback__)
-        report = _Report(error=_portable(error), trace=traceback.format_exc(), place=place, at=at)
+        job = current()
+        settle_s = _SETTLE_S + CAUSE_S if job is not None and job.is_secondary(error) else _SETTLE_S
+        report = _Report(error=_portable(error), trace=traceback.format_exc(), place=place, at=at, settle_s=settle_s)
         sender.send_bytes(pickle.dumps(report))
         excepthook.report(error)
         exit_now(1)  # without exit handlers, which may wait for other ranks

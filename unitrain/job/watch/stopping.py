@@ -91,21 +91,17 @@ class Stopping:
             SIGNAL: self._end_by_signal,
             RAISE_ERROR: lambda _: self._raise_error(),
         }
-        self._ends = {*self._actions}  # the kinds that end the run
         self.round_began: float | None = None
         self._delayed: BoundaryRequest | None = None  # waits for its end
 
-    def add_action(self, kind: str, action: Callable[[int], None], *, ends: bool = False) -> None:
-        """Add something that all ranks do at a boundary whenever it is requested.
+    def add_action(self, kind: str, action: Callable[[int], None]) -> None:
+        """Add something that all ranks do at a boundary whenever it is requested, after the round that they are in.
 
         Args:
             kind: names the requests for it.
             action: called on every rank, at the same boundary, with the number of the request. It may communicate.
-            ends: whether it may end the run. In one process, it then comes before what does not.
         """
         self._actions[kind] = action
-        if ends:
-            self._ends.add(kind)
 
     def listen(self, checkpoint: Saves) -> None:
         """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1."""
@@ -137,8 +133,7 @@ class Stopping:
             self._send(RequestStop(request))
             return
         with self._lock:
-            if kind in self._ends or not self._boundaries.held:  # what ends the run comes first
-                self._boundaries.agree(self._boundaries.hold(), request)
+            self._boundaries.agree(self._boundaries.hold(), request)
 
     def pass_boundary(self) -> None:
         """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only."""
@@ -148,7 +143,7 @@ class Stopping:
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Delay requests that end the run to the first boundary after the block. It begins at one. Collective."""
+        """Delay requests, except to raise an error, to the first boundary after the block. It begins at one. Collective."""
         self.pass_boundary()  # what was requested before it does not wait
         self.round_began = time.monotonic()
         try:
@@ -175,7 +170,7 @@ class Stopping:
         request = self._boundaries.due()
         if request is None:
             return
-        if self.round_began is not None and request.kind in self._ends - {RAISE_ERROR}:
+        if self.round_began is not None and request.kind != RAISE_ERROR:
             self._delayed = request
             return
         try:

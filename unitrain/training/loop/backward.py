@@ -32,6 +32,10 @@ _CAUSES = {
         "fsdp.reshard_after_backward to false. If a layer keeps tensors that the loss uses without returning them, "
         "keep the weights from the forward on: set fsdp.reshard_after_forward to false."
     ),
+    "with sparse tensors": (  # NCCL's
+        "a parameter has sparse gradients, which this communication library can't average: create its layer with "
+        "sparse=False."
+    ),
 }
 
 
