@@ -62,10 +62,12 @@ def verify(*, backend: str | None = None, device: str = "cpu") -> int:
         raise UsageError(
             f"backend {backend!r} works under no launcher found here: `unitrain doctor` shows what is missing."
         )
-    console = Console()
-    with Progress(console=console, transient=True) as progress:
-        verdicts = list(_trials(worlds, device, progress))
-    _print(verdicts, console)
+    console, verdicts = Console(), list[Verdict]()
+    try:
+        with Progress(console=console, transient=True) as progress:
+            verdicts.extend(_trials(worlds, device, progress))
+    finally:  # also of what was seen before an interruption
+        _print(verdicts, console)
     failed = sum(not v.passed for v in verdicts)
     summary = f"{len(verdicts) - failed} of {len(verdicts)} trained the same as the plain loop"
     console.print(summary, style="red" if failed else "green")

@@ -71,6 +71,7 @@ class Stopping:
         is_main: whether this is rank 0, which prints.
 
     Attributes:
+        boundaries: as the argument.
         checkpoint: the open checkpoint; None if there is none.
         outer: within a trial, the checkpoint that is open outside of it: signals are received until that is closed.
         round_began: when the round began that the script is in; None outside of rounds.
@@ -79,7 +80,7 @@ class Stopping:
     def __init__(
         self, boundaries: Boundaries, pulse: Pulse, send: Callable[[Message], None] | None, *, is_main: bool
     ) -> None:
-        self._boundaries = boundaries
+        self.boundaries: Boundaries = boundaries
         self._pulse = pulse
         self._send = send
         self._is_main = is_main
@@ -133,17 +134,17 @@ class Stopping:
             self._send(RequestStop(request))
             return
         with self._lock:
-            self._boundaries.agree(self._boundaries.hold(), request)
+            self.boundaries.agree(self.boundaries.hold(), request)
 
     def pass_boundary(self) -> None:
         """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only."""
         self._pulse.boundary += 1
-        if self._boundaries.held:
-            self._stop_if_due()
+        if self.boundaries.held:
+            self.stop_if_due()
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Delay requests, except to raise an error, to the first boundary after the block. It begins at one. Collective."""
+        """Delay requests, except for an error, to the first boundary after the block. It begins at one. Collective."""
         self.pass_boundary()  # what was requested before it does not wait
         self.round_began = time.monotonic()
         try:
@@ -151,7 +152,7 @@ class Stopping:
         finally:
             self.round_began = None
             if self._delayed is not None:  # the ranks have agreed on an earlier boundary
-                self._boundaries.agree(self._boundaries.hold(), self._delayed)
+                self.boundaries.agree(self.boundaries.hold(), self._delayed)
                 self._delayed = None
 
     def _receive(self, number: int) -> None:
@@ -165,9 +166,9 @@ class Stopping:
             )
         self.request(SIGNAL, number)
 
-    def _stop_if_due(self) -> None:
+    def stop_if_due(self) -> None:
         """Wait until the ranks have agreed on a boundary, and act if it is this one. Collective."""
-        request = self._boundaries.due()
+        request = self.boundaries.due()
         if request is None:
             return
         if self.round_began is not None and request.kind != RAISE_ERROR:

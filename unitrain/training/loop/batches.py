@@ -38,6 +38,7 @@ class OpenBatches:
     Attributes:
         current_batch: tells whether the batch that the script works on is a stand-in.
         micro_batch: the micro-batch that was yielded for training, or trained on, last; None without a loader.
+        used: whether there was such a micro-batch.
         position: the progress of the training in its data: the number of samples that were trained on, on all ranks, or
             left out by the script, and ``ITERATION`` for each iteration. It only grows.
         between_epochs: whether a training iteration has ended, and the script may still evaluate or save after it.
@@ -47,6 +48,7 @@ class OpenBatches:
     def __init__(self) -> None:
         self.current_batch: CurrentBatch = CurrentBatch()
         self.micro_batch: MicroBatch | None = None
+        self.used: bool = False
         self.position: int = 0
         self.between_epochs: bool = False
         self._open: deque[Entry] = deque()
@@ -125,6 +127,7 @@ class OpenBatches:
         self._open.append(entry)
         self._latest = batch, entry
         self.micro_batch = micro_batch
+        self.used = True
         self.between_epochs = False
         self.current_batch.is_stand_in = not micro_batch.count
 

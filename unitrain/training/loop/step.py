@@ -102,7 +102,7 @@ class TrainingStep:
         losses = Losses(loss, weight, batch)
         if self._pulse.step >= self.checks.next_look:
             self.checks.before_backward(losses, None if losses.batches else self.batches.micro_batch)
-        micro_batch = self.batches.of_backward(losses)
+        micro_batch = self.batches.of_backward(losses) if self.batches.used or losses.batches else None
         last = windows[0].micro_batches + 1 >= self._accumulate if micro_batch is None else micro_batch.last
         given = self._weights.given(losses, micro_batch) if losses.weights else None
         for window in windows:
@@ -119,29 +119,27 @@ class TrainingStep:
     def _update(self, window: Window, optimizer: Optimizer, scheduler: Any) -> StepResult:
         """Run the second half, which makes a step at the end of an accumulation window."""
         if not window.last:
-            window.advance()
-            self.expect_next(window)
-            return _WITHIN_WINDOW
-        averages = self.averaging.in_step
+            return self._within_window(window)
         if window.shared.rivals:
             self.windows.separate_for_update(window)
-        if averages:
+        if self.averaging.in_step:
             self.averaging.finish(window)  # average
         gradients = self.guard.gradients(window.parameters)
-        if not gradients:
-            self.checks.no_gradients(window.name)
-        if window.total.weight is not None:
-            window.rescale(gradients)
-        if self.scale.scaler is not None:
-            self.scale.unscale(optimizer, gradients)  # unscale
+        if not gradients or window.total.weight is not None or self.scale.scaler is not None:
+            self._unscale(optimizer, window, gradients)  # unscale
         stepped, norm = self._judge_clip_and_step(optimizer, window, gradients)  # judge, clip, update
         window.clear()
         self._pulse.step += 1  # count, whether or not weights have changed: every rank has come as far
-        if averages or self.scale.scaler is not None:
+        if self.averaging.in_step or self.scale.scaler is not None:
             self._follow(window)
         if stepped and scheduler is not None:
             self.step_scheduler(scheduler)
-        self._end_step()  # boundary
+        if self.replicas.differ or self.window_end_actions or self.hooks.at_boundary:
+            self._end_step()  # boundary
+        elif self.batches.micro_batch is None and (self.windows.count == 1 or not self.windows.any_open):
+            self._pulse.boundary += 1  # the same, without a call
+            if self._stopping.boundaries.held:
+                self._stopping.stop_if_due()
         return _PLAIN_STEP if stepped and norm is None else StepResult(stepped, norm, not stepped)
 
     # --------------------------------------------------------------------------------------------------- its callers
@@ -178,6 +176,21 @@ class TrainingStep:
             return self._update(self.windows.of_update(optimizer), optimizer, scheduler)
 
     # ----------------------------------------------------------------------------------------------------- its parts
+
+    def _within_window(self, window: Window) -> StepResult:
+        """Complete a micro-batch that does not end the window."""
+        window.advance()
+        self.expect_next(window)
+        return _WITHIN_WINDOW
+
+    def _unscale(self, optimizer: Optimizer, window: Window, gradients: list[Tensor]) -> None:
+        """Divide gradients by the total weight of their window, and by the loss scale, as far as there is one."""
+        if not gradients:
+            self.checks.no_gradients(window.name)
+        if window.total.weight is not None:
+            window.rescale(gradients)
+        if self.scale.scaler is not None:
+            self.scale.unscale(optimizer, gradients)
 
     def _judge_clip_and_step(
         self, optimizer: Optimizer, window: Window, gradients: list[Tensor]

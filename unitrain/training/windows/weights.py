@@ -53,7 +53,7 @@ class Losses:
         self.weights: list[Weight] = []
         self.batches: Sequence[Any] = () if batch is None else _batch_of_each(loss, batch)
         if weight is None and isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
-            self.each: list[Tensor] = [loss]  # the usual case, without a call
+            self.each: Sequence[Tensor] = (loss,)  # the usual case, without a call
             return
         if weight is None and (isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping))):
             self.each = [checked(loss)]
