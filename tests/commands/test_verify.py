@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,23 @@ def test_a_backend_that_trains_another_model_is_found_out(
     monkeypatch.setenv("PYTHONPATH", f"{plugin}:{plugin / 'wrong'}")
     assert verify(backend="drops_a_rank_of_gradients") == 1
     assert "plain: loss" in " ".join(capsys.readouterr().out.split())
+
+
+class Interrupted(World):
+    """A world in which the user presses Ctrl-C."""
+
+    def run(self, *_: Any, **__: Any) -> list[Any]:
+        raise KeyboardInterrupt
+
+
+def test_what_was_seen_before_an_interruption_is_printed(
+    three_cases: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worlds = [World("single", 1, "python"), Interrupted("ddp", 1, "python")]
+    monkeypatch.setattr(command, "find_worlds", lambda *_: worlds)
+    with pytest.raises(KeyboardInterrupt):
+        verify()
+    assert worlds_in(capsys.readouterr().out) == {("python x1", "single")}
 
 
 def test_what_a_backend_refuses_is_left_out() -> None:
