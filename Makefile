@@ -36,6 +36,8 @@ TAG ?=
 BENCHMARKS ?= benchmarks/*.py
 
 BIN := $(abspath $(VENV))/bin
+# Not exported by the target: what makes the environment would look for Python in it, too.
+IN_OLDEST := PATH="$(abspath $(OLDEST))/bin:$$PATH"
 # -qq leaves pip's errors only.
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --root-user-action=ignore
 # What a test or a launcher starts is looked for in the environment first.
@@ -64,10 +66,9 @@ test-all: test
 		-m "all and not soak and not check" $(ARGS)
 
 # What is old warns of what is deprecated.
-test-oldest: export PATH := $(abspath $(OLDEST))/bin:$(PATH)
 test-oldest: $(OLDEST)/.has-oldest
-	@unitrain install-horovod || echo "Horovod could not be installed: its tests will be skipped." >&2
-	pytest -n $(WORKERS) --max-worker-restart 0 \
+	@$(IN_OLDEST) unitrain install-horovod || echo "Horovod could not be installed: its tests will be skipped." >&2
+	$(IN_OLDEST) pytest -n $(WORKERS) --max-worker-restart 0 \
 		-W default::DeprecationWarning -W default::PendingDeprecationWarning \
 		tests/contract tests/launch/test_launchers.py tests/recipes tests/features/test_trackers.py \
 		tests/features/metrics_endpoint tests/checkpoint/store/test_remote.py $(ARGS)
