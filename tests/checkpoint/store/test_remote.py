@@ -208,6 +208,8 @@ def test_single_files(strategy: Strategy, url: str) -> None:
 
 
 def test_a_file_in_several_parts_is_whole(strategy: Strategy, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(pytest.importorskip("s3fs.core"), "calculate_chunksize"):
+        pytest.skip("this version of s3fs sends files of less than 100 MB in one part")
     monkeypatch.setattr("s3fs.core.calculate_chunksize", lambda *args, **keywords: 5 * 2**20)  # the smallest of S3
     value = torch.arange(4_000_000)
     strategy.save(value, f"{s3_url}/large.pt")
