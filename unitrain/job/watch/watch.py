@@ -200,7 +200,9 @@ class Watch:
             call: the name of the call, and its arguments as far as they must be the same on all ranks.
             place: the line of the script that makes it, for the error message.
         """
-        self._ask(messages.Call(call, place), messages.CallsAgree)
+        if self._ask(messages.Call(call, place), messages.CallsAgree) is None:
+            # The watch's thread is about to end this process; in a collective, gloo would abort: others wait in another.
+            self._thread.join(_CLOSE_S)
 
     def close(self) -> None:
         """Leave the job. Blocks until every rank has reached its end, or for some seconds if the hub has gone."""
