@@ -201,7 +201,7 @@ class Watch:
             place: the line of the script that makes it, for the error message.
         """
         if self._ask(messages.Call(call, place), messages.CallsAgree) is None:
-            # The watch's thread is about to end this process; in a collective, gloo would abort: others wait in another.
+            # The watch's thread is about to end this process. In a collective, gloo would: others wait in another.
             self._thread.join(_CLOSE_S)
 
     def close(self) -> None:
