@@ -41,12 +41,13 @@ def outcomes(module: str, backend: str, names: list[str]) -> dict[str, Any]:
     hvd = import_module(module)
     hvd.init()
     try:
-        return {name: _outcome(CASES[name], hvd) for name in names}
+        return {name: outcome(CASES[name], hvd) for name in names}
     finally:
         hvd.shutdown()
 
 
-def _outcome(case: Case, hvd: Any) -> Any:
+def outcome(case: Case, hvd: Any) -> Any:
+    """Return the result of a case, or its error as a string."""
     try:
         return case(hvd)
     except Exception as error:  # of a bug, most likely on all ranks: the next cases show more
