@@ -92,10 +92,11 @@ def horovodrun_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
     """Set up what ``horovodrun --gloo -np N`` does for its processes, without starting them."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts  # noqa: TID251
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars  # noqa: TID251
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer  # noqa: TID251
+    from horovod.runner.http.http_server import RendezvousHTTPServer  # noqa: TID251
+    from horovod_rendezvous import Handler
 
     slots = get_host_assignments(parse_hosts(f"localhost:{nprocs}"), nprocs)
-    server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)
+    server = RendezvousHTTPServer(("127.0.0.1", 0), Handler, 0)
     server.init(slots)
     # Horovod's own server takes 0.5 s to stop.
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
