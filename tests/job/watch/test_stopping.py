@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from places import ROOT
 
 from unitrain.job.watch.stopping import StopSignals
 
+ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TRAIN = """
 import pathlib, time
 import torch, unitrain
@@ -68,7 +70,7 @@ def test_a_job_of_submitit_is_saved_and_then_requeued(tmp_path: Path) -> None:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    before = {number: signal.getsignal(number) for number in (*ALL, signal.SIGUSR2)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -94,6 +96,14 @@ def test_other_handlers_are_left_in_place(handlers: None) -> None:
     signals.close()
     assert got == [signal.SIGUSR1, signal.SIGUSR2]
     assert requested == []
+
+
+def test_nothing_is_left_of_signals_that_the_script_handles(handlers: None) -> None:
+    for number in ALL:
+        signal.signal(number, lambda number, frame: None)
+    StopSignals(lambda number: None).close()
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "unitrain signals" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_submitit_s_signal_is_the_one_that_it_was_set_to(handlers: None, tmp_path: Path) -> None:

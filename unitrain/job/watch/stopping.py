@@ -234,7 +234,6 @@ class StopSignals:
     def __init__(self, request: Callable[[int], None]) -> None:
         self._request = request
         self._replaced: dict[int, Any] = {}
-        self._wakeup_before = -1
         self.resubmit: dict[int, Handler] = {}
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can set signal handlers
@@ -243,6 +242,8 @@ class StopSignals:
         unhandled = [number for number in _SIGNALS if signal.getsignal(number) in free]
         handlers = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGUSR2)}
         self.resubmit = {number: handler for number, handler in handlers.items() if _is_submitits(handler)}
+        if not unhandled and not self.resubmit:
+            return
         self._receiver, self._sender = socket.socketpair()
         # As set_wakeup_fd demands: a signal handler must not block.
         self._sender.setblocking(False)

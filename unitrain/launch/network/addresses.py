@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 
 from unitrain.errors import CommunicationError
@@ -50,10 +51,8 @@ def reach(hosts: Sequence[str], port: int) -> socket.socket:
         CommunicationError: none accepts a connection within 3 s.
     """
     for host in hosts:
-        try:
+        with suppress(OSError):
             return socket.create_connection((host, port), _PROBE_S)
-        except OSError:
-            continue
     raise CommunicationError(
         f"rank 0 can't be reached from this host: tried {', '.join(hosts)}, port {port}. Check for a firewall: ranks "
         "connect to rank 0 on ports that are chosen when the job starts, so all ports must be open between its hosts."
