@@ -24,11 +24,12 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import unitrain
+from unitrain.checkpoint.sharded.saving import Portion
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.errors import UnitrainError
 from unitrain.features.memory_copies import memory_store
-from unitrain.features.memory_copies.copies import steps_between
+from unitrain.features.memory_copies.copies import MemoryCopies, steps_between
 from unitrain.features.memory_copies.memory_store import MemoryStore
 
 STEPS, STEPS_PER_EPOCH, EVERY = 12, 3, 3
@@ -320,9 +321,27 @@ def test_copies_take_a_hundredth_of_the_time(shares: float, every: int) -> None:
     assert steps_between(shares) == every
 
 
-def start(run: Path, memory: Path, *, steps: int = 0, width: int = 1, saves: int = 0) -> int:
+def test_setting_up_is_no_cost_of_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal, copy = MemoryCopies._refusal, MemoryCopies._copy
+    begun: list[int] = []
+
+    def slow(self: MemoryCopies, portion: Portion) -> str:
+        time.sleep(0.5)
+        return refusal(self, portion)
+
+    def noted(self: MemoryCopies) -> None:
+        begun.append(self._pulse.step)
+        copy(self)
+
+    monkeypatch.setattr(MemoryCopies, "_refusal", slow)
+    monkeypatch.setattr(MemoryCopies, "_copy", noted)
+    start(tmp_path / "run", tmp_path / "memory", every="auto", steps=22)
+    assert begun == [1, 11, 21]
+
+
+def start(run: Path, memory: Path, *, every: int | str = 1, steps: int = 0, width: int = 1, saves: int = 0) -> int:
     """Start a run in one process, and return the step that it resumes after. With ``steps``, it trains, and crashes."""
-    settings: dict[str, Any] = {"memory_copies": {"every": 1, "folder": str(memory)}}
+    settings: dict[str, Any] = {"memory_copies": {"every": every, "folder": str(memory)}}
     with suppress(ZeroDivisionError), unitrain.init(backend="single", device="cpu", **settings) as strategy:
         module = nn.Linear(2, width)
         model, optimizer = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))

@@ -49,7 +49,7 @@ class _Identity(BaseModel):
 
 
 _SHARE = 0.01  # of the time, which copies may take
-_AT_FIRST = 10  # steps between the first copy and the second, when the cost of one is known
+_AT_FIRST = 10  # steps between copies while the cost of one is not known
 _PART_OF_ROOM = 4
 _MARKS = 2  # copies that are kept to go back to
 
@@ -92,7 +92,7 @@ class MemoryCopies(StepHook, CheckpointHook):
         self._left: tuple[str, str | None] | None = None  # location and setting of the last start, if they have changed
         self._next = self._steps = 1 if self._every == "auto" else int(self._every)
         self._last: tuple[int, float] | None = None  # the step of the last copy, and when it was made
-        self._cost_s = 0.0  # what that took
+        self._cost_s = 0.0  # what that took; 0 for the first, which also sets up what the others use
         self._newest = self._kept = ""  # the last copy, and the last that is known to be complete
         self._marks: list[tuple[int, str]] = []  # complete copies to go back to, with their steps
         self._why = ""  # the last one failed on this rank
@@ -218,7 +218,8 @@ class MemoryCopies(StepHook, CheckpointHook):
             self._background.run(portion, lambda copied: self._write(name, kept, number, copied, note))
         except Exception as error:  # a state may have anything in it
             self._why = f"rank {ranks.rank} on {store.host[ranks.rank]} can't copy its state: {error}"
-        self._cost_s, self._last = time.perf_counter() - began, (step, time.perf_counter())
+        self._cost_s = time.perf_counter() - began if self._last else 0.0
+        self._last = (step, time.perf_counter())
 
     def _keep_newest(self) -> None:
         """Keep the last copy, which is complete on all ranks; to go back to, too, if the one before is old enough."""
