@@ -9,11 +9,12 @@ class Handler(RendezvousHandler):  # type: ignore[misc]
     """The handler of horovodrun's server, with a mended ``do_DELETE``."""
 
     def do_DELETE(self) -> None:  # noqa: N802
-        """Note that a rank has connected to those of a scope, and forget the addresses of the scope with its last rank.
+        """Record that a rank has connected to the others of a scope; when all have, forget the scope's addresses.
 
-        Horovod's own method then forgets which ranks have connected in *all* scopes. Rank 0 can come to the end of its
-        scope over hosts before rank 1 has connected on its host, of which the addresses then stay; where the ranks
-        start Horovod again, they connect to these, and hang or are aborted (about 1 start in 100 on busy processors).
+        Horovod's own method then forgets which ranks have connected in *every* scope. Rank 0 may be done with its
+        ``cross`` scope, of one rank on one host, before rank 1 has reported on their ``local`` scope. The addresses of
+        that are then kept for ever, and ranks that start Horovod again connect to old ones: they hang, or gloo aborts
+        them (about 1 start in 100 on busy processors).
         """
         _, scope, key = self.path.split("/")
         if scope not in self.server.scope_size:  # of a process set
